@@ -308,6 +308,8 @@ class _Search:
         kept = np.zeros(frontier.size, dtype=bool)
         kept[_best(frontier["log_prob"], min(self.max_frontier, self.budget - self.expanded))] = True
         if not kept.all():
+            if self.dropped_log_prob <= self.incumbent:  # all dropped so far have been pruned since
+                self.dropped_log_prob, self.dropped_mass = -math.inf, 0.0
             dropped = frontier["log_prob"][~kept]
             self.dropped_log_prob = max(self.dropped_log_prob, float(dropped.max()))
             self.dropped_mass += float(np.exp(dropped).sum())
