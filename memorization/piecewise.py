@@ -1,24 +1,24 @@
-"""Trade-off functions made of line segments, kept to full relative accuracy at both ends.
+"""What every trade-off function can do, and the exact ones made of line segments.
 
-A trade-off function f(α) bounds the least type-II error of any test at level α. Everything here works on pairs: a level
-beside its complement, f beside the power F = 1 − f, because 1 − 10⁻³⁰ is not a float and both 10⁻³⁰ are needed. The
-abstract `TradeOff` states what every curve can do; `PiecewiseLinear` does it exactly for finitely many knots.
+A trade-off function f(α) bounds from below the type-II error of every test at level α. The abstract `TradeOff` says
+what a curve offers; `PiecewiseLinear` offers it exactly for finitely many knots, and `from_distributions` finds the
+knots of two finite laws. The named families of differential privacy are in `tradeoff`.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from decimal import Decimal
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from . import _checks
+from . import _checks, _knots
+from ._knots import Array, Knots, Twin
 
-Array = NDArray[np.float64]
-ROUNDING = 1e-12  # how far knots given as floats may miss convexity, monotonicity or symmetry
+ROUNDING = 1e-12  # how far knots given as floats may miss convexity, the diagonal or symmetry
+MAX_KNOTS = 2**15  # an approximate curve, or a composition, with more knots is thinned, and says what that costs
+MAX_ATOMS = 2**22  # the product of two finite pairs is formed up to this size
 
 
 def _like(result: Array) -> float | Array:
@@ -26,74 +26,18 @@ def _like(result: Array) -> float | Array:
     return float(result) if np.ndim(result) == 0 else result
 
 
-class Twin(NamedTuple):
-    """Numbers in [0, 1] beside their complements, each the unevaluated sum of a float and a small correction."""
-
-    value: Array
-    value_low: Array
-    rest: Array
-    rest_low: Array
-
-    @classmethod
-    def of_floats(cls, value: ArrayLike) -> Twin:
-        """Exact twins of floats: the rounding error of 1 − v is kept."""
-        value = np.asarray(value, dtype=np.float64)
-        rest = 1.0 - value
-        return cls(value, np.zeros_like(value), rest, (1.0 - rest) - value)
-
-    @classmethod
-    def of_decimals(cls, values: Sequence[Decimal], rests: Sequence[Decimal]) -> Twin:
-        """Twins of high-precision decimals and of their complements."""
-        parts: list[Array] = []
-        for column in (values, rests):
-            high = [float(v) for v in column]
-            parts += [np.array(high), np.array([float(v - Decimal(h)) for v, h in zip(column, high, strict=True)])]
-        return cls(*parts)
-
-    @classmethod
-    def of_masses(cls, masses: Array, before: float = 0.0) -> Twin:
-        """Running sums `before`, `before` + m₀, … of a distribution, summed from the top and again from the bottom."""
-        value, value_low = _running_sum(np.concatenate([[before], masses]))
-        rest, rest_low = _running_sum(np.concatenate([[0.0], masses[::-1]]))
-        return cls(value, value_low, rest[::-1], rest_low[::-1])
-
-    def take(self, index: NDArray[np.intp]) -> Twin:
-        """The entries at `index`."""
-        return Twin(*(part[index] for part in self))
-
-    def flip(self) -> Twin:
-        """The complements."""
-        return Twin(self.rest, self.rest_low, self.value, self.value_low)
-
-
-def _running_sum(terms: Array) -> tuple[Array, Array]:
-    """Cumulative sums as float plus correction: the rounding error of every addition is recovered exactly (Knuth)."""
-    total = np.cumsum(terms)
-    before = np.concatenate([[0.0], total[:-1]])
-    added = total - before
-    low = np.cumsum((before - (total - added)) + (terms - added))
-    high = total + low
-    return high, low - (high - total)
-
-
-def _minus(a: Twin, b: Twin) -> Array:
-    """a − b from whichever of the two representations is the finer one there."""
-    from_values = (a.value - b.value) + (a.value_low - b.value_low)
-    from_rests = (b.rest - a.rest) + (b.rest_low - a.rest_low)
-    return np.where(a.value + b.value <= 1.0, from_values, from_rests)
-
-
 class TradeOff(ABC):
     """A trade-off function f: [0, 1] → [0, 1], convex, continuous, nonincreasing, f(α) ≤ 1 − α.
 
-    An algorithm is f-DP if every test that tells apart its outputs on two neighboring datasets and errs with
-    probability at most α under the first errs with probability at least f(α) under the second.
+    An algorithm is f-DP if every test that tells apart its outputs on two neighboring datasets, and errs with
+    probability at most α under the first, errs with probability at least f(α) under the second.
 
     Attributes:
-        symmetric: whether f equals its inverse f⁻¹(y) = inf{x : f(x) ≤ y}; bounds for both orders of a pair of
-            neighbors need it (`symmetrize` otherwise).
-        error: how far, at most, f lies below the curve it stands for, over all α. 0.0 for exact curves. Approximations
-            are *certified, never optimistic*: they lie at or below the truth, so a guarantee read off them holds.
+        symmetric: whether f equals its inverse f⁻¹(y) = inf{x : f(x) ≤ y}. A guarantee for both orders of a pair of
+            neighbors is symmetric; of one that is not, take `symmetrize()`.
+        error: how far f lies below the curve it stands for, at most, over all α; 0.0 for exact curves. Approximations
+            are *certified, never optimistic*: up to float rounding (about 1e-15) they lie at or below the truth, so
+            what they promise holds.
     """
 
     symmetric: bool = True
@@ -103,62 +47,98 @@ class TradeOff(ABC):
     def _pair(self, x: Array, y: Array) -> tuple[Array, Array]:
         """(F(x), f(x)) from x and y = 1 − x, all four accurate relative to themselves."""
 
+    @abstractmethod
+    def _finite(self) -> PiecewiseLinear:
+        """The curve itself if it is piecewise linear, otherwise a piecewise-linear one at or below it."""
+
     def __call__(self, alpha: ArrayLike) -> float | Array:
-        """f(α), the least type-II error at level `alpha` in [0, 1] (`ValueError` outside)."""
+        """f(α), the least type-II error at level `alpha`.
+
+        Args:
+            alpha: levels in [0, 1], a number or an array of any shape.
+
+        Returns:
+            f at every level, in the shape of `alpha`; a float for a number.
+
+        Raises:
+            ValueError: if a level is outside [0, 1] or NaN.
+        """
         alpha = _checks.probabilities("alpha", alpha)
         return _like(self._pair(alpha, 1.0 - alpha)[1])
 
     def power(self, x: ArrayLike) -> float | Array:
-        """F(x) = 1 − f(x), the greatest power at level `x` in [0, 1]; no cancellation, F(1e-100) is accurate."""
+        """F(x) = 1 − f(x), the greatest power at level `x`, accurate relative to itself: F(1e-100) is not 0.
+
+        Args, Returns, Raises: as for calling f.
+        """
         x = _checks.probabilities("x", x)
         return _like(self._pair(x, 1.0 - x)[0])
 
     @abstractmethod
     def advantage(self) -> float:
-        """η(f) = max over α of 1 − α − f(α): the total variation distance that f allows."""
+        """η(f) = max over α of 1 − α − f(α), the largest total variation distance that f allows (Theorem 4.1)."""
 
     @abstractmethod
     def advantage_level(self) -> float:
         """α†, a level that attains the advantage.
 
-        For symmetric f it is the fixed point f(α†) = α† = (1 − η)/2, the middle one where several levels attain η;
-        otherwise the smallest knot that does.
+        For symmetric f it is the fixed point f(α†) = α† = (1 − η)/2, the middle one where several levels attain η (as
+        for an even number of copies under pure DP); otherwise the smallest knot that attains it.
         """
 
     @abstractmethod
     def inverse(self) -> TradeOff:
-        """f⁻¹, the trade-off function of the same pair in the other order."""
+        """f⁻¹, the trade-off function of the same pair of laws in the other order."""
 
     def threshold(self, tau: ArrayLike) -> float | Array:
-        """α*(τ) = sup{α : F(α) ≤ τ}, the largest level whose power stays at or below `tau` (Theorem 5.1).
+        """α*(τ) = sup{α : F(α) ≤ τ}, the largest level whose power does not exceed `tau` (Theorem 5.1(iii)).
 
-        F(α) ≤ τ means f(α) ≥ 1 − τ. Where it is positive, f is strictly decreasing, so for F(0) ≤ τ < 1 the supremum
-        is the one α with f(α) = 1 − τ, that is f⁻¹(1 − τ), and f(1 − τ) when f is symmetric. At τ = 1 every α
-        qualifies.
+        F(α) ≤ τ says f(α) ≥ 1 − τ. A convex f that ends at 0 decreases strictly where it is positive, so for
+        F(0) ≤ τ < 1 exactly one level has f(α) = 1 − τ and the supremum is that level, f⁻¹(1 − τ); for symmetric f it
+        is f(1 − τ). At τ = 1 every level qualifies.
+
+        Args:
+            tau: tolerated powers in [F(0), 1], a number or an array.
 
         Raises:
-            ValueError: if `tau` is outside [0, 1] or below F(0), where no level is safe.
+            ValueError: if `tau` is outside [0, 1], or below F(0): no level is safe there.
         """
         tau = _checks.probabilities("tau", tau)
         least = float(self.power(0.0))
         if np.any(tau < least):
-            raise ValueError(f"tau must be at least F(0) = {least!r} (no level is safe below it), got {tau.min()!r}")
-        found = self.inverse()._pair(1.0 - tau, tau)[1]
-        return _like(np.where(tau == 1.0, 1.0, found))
+            raise ValueError(f"tau must lie in [F(0), 1] = [{least!r}, 1] (below, no level is safe), got {tau.min()!r}")
+        level = self.inverse()._pair(1.0 - tau, tau)[1]
+        return _like(np.where(tau == 1.0, 1.0, level))
 
     @abstractmethod
     def group(self, k: int) -> TradeOff:
-        """f^{(k)} = 1 − F∘…∘F (k times): what f-DP promises for datasets `k` steps apart (k ≥ 1)."""
+        """f^{(k)} = 1 − F∘…∘F, k times: what f-DP promises for datasets `k` steps apart.
 
-    @abstractmethod
-    def _finite(self) -> PiecewiseLinear:
-        """The curve itself if it is piecewise linear, otherwise a piecewise-linear curve below it."""
+        Args:
+            k: number of steps, at least 1; `ValueError` otherwise.
+        """
+
+    def compose(self, other: TradeOff) -> TradeOff:
+        """f ⊗ g: what two releases promise together, one f-DP and one g-DP.
+
+        Exact for two Gaussian curves, and for piecewise-linear ones (pure and approximate DP, finite laws), whose
+        product pair is formed outcome by outcome. A Gaussian curve that meets another kind is first replaced by the
+        envelope of its tangents, and a product of more than `MAX_ATOMS` outcomes or `MAX_KNOTS` knots by the envelope
+        of some of its supporting lines. Both lie below the truth, and `error` of the result bounds the distance: if
+        f′ ≤ f ≤ f′ + e then f′ ⊗ g ≤ f ⊗ g ≤ f′ ⊗ g + e, since f ⊗ g is an infimum of averages of f.
+
+        Raises:
+            ValueError: if `other` is not a trade-off function.
+        """
+        if not isinstance(other, TradeOff):
+            raise ValueError(f"other must be a trade-off function, got {other!r}")
+        if self.advantage() == 0.0 or other.advantage() == 0.0:  # perfect privacy adds nothing
+            return other if self.advantage() == 0.0 else self
+        return _composed(self._finite(), other._finite())
 
     def symmetrize(self) -> TradeOff:
-        """The largest symmetric trade-off function below f: the convex envelope of min(f, f⁻¹)."""
-        if self.symmetric:
-            return self
-        raise NotImplementedError
+        """The largest symmetric trade-off function at or below f: the convex envelope of min(f, f⁻¹)."""
+        return self
 
 
 class PiecewiseLinear(TradeOff):
@@ -169,141 +149,174 @@ class PiecewiseLinear(TradeOff):
         beta: f at those levels, nonincreasing, convex, at most 1 − alpha, 0 at the end, shape (n,).
 
     Raises:
-        ValueError: if the knots are not those of a trade-off function (beyond rounding), or not finite.
+        ValueError: if these are not the knots of a trade-off function (up to rounding, 1e-12).
     """
 
     def __init__(self, alpha: ArrayLike, beta: ArrayLike) -> None:
-        alpha, beta = _checked_knots(alpha, beta)
-        self._set(Twin.of_floats(alpha), Twin.of_floats(beta))
+        alpha, beta = _checked(alpha, beta)
+        self._set(_knots.through(Twin.of_floats(alpha), Twin.of_floats(beta)))
 
-    def _set(
-        self, alpha: Twin, beta: Twin, *, slope: Array | None = None, symmetric: bool | None = None, error: float = 0.0
-    ) -> None:
-        """Fill in a curve whose knots are known to be sound; the symmetry is looked up if not given."""
-        self._alpha, self._beta = alpha, beta
-        if slope is None:
-            slope = _slopes(alpha, beta)
-        self._slope = slope
+    def _set(self, knots: Knots, symmetric: bool | None = None, error: float = 0.0) -> None:
+        self._knots = knots
+        self.symmetric = _looks_symmetric(knots) if symmetric is None else symmetric
         self.error = error
-        self.symmetric = self._looks_symmetric() if symmetric is None else symmetric
 
     @classmethod
-    def _of(cls, alpha: Twin, beta: Twin, **known: object) -> PiecewiseLinear:
+    def _of(cls, knots: Knots, symmetric: bool | None = None, error: float = 0.0) -> PiecewiseLinear:
+        """A curve of knots that are sound by construction; its symmetry is looked up if not known."""
         curve = PiecewiseLinear.__new__(PiecewiseLinear)
-        curve._set(alpha, beta, **known)  # type: ignore[arg-type]
+        curve._set(knots, symmetric, min(error, 1.0))
         return curve
 
     @property
     def alpha(self) -> Array:
         """Levels of the knots, shape (n,), increasing from 0 to 1."""
-        return self._alpha.value
+        return self._knots.alpha.value.copy()
 
     @property
     def beta(self) -> Array:
         """f at the knots, shape (n,), nonincreasing to 0."""
-        return self._beta.value
+        return self._knots.beta.value.copy()
 
     def __repr__(self) -> str:
         kind = "symmetric" if self.symmetric else "not symmetric"
         error = f", error at most {self.error:.2g}" if self.error else ""
-        return f"PiecewiseLinear({self.alpha.size} knots, advantage {self.advantage():.6g}, {kind}{error})"
+        return f"PiecewiseLinear({self._knots.size} knots, advantage {self.advantage():.6g}, {kind}{error})"
 
     def __eq__(self, other: object) -> bool:
+        """Whether both are the same curve with the same knots."""
         if not isinstance(other, PiecewiseLinear):
             return NotImplemented
-        return self.error == other.error and all(
-            np.array_equal(mine, theirs)
-            for mine, theirs in zip(self._alpha + self._beta, other._alpha + other._beta, strict=True)
-        )
+        mine, theirs = (c._knots.alpha + c._knots.beta for c in (self, other))
+        return self.error == other.error and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
     def __hash__(self) -> int:
-        return hash((self.alpha.tobytes(), self.beta.tobytes(), self.error))
+        return hash((self._knots.alpha.value.tobytes(), self._knots.beta.value.tobytes(), self.error))
 
     def _pair(self, x: Array, y: Array) -> tuple[Array, Array]:
-        point = Twin(x, np.zeros_like(x), y, np.zeros_like(y))
-        knots = self._alpha
-        by_value = np.searchsorted(knots.value, x, side="right")
-        by_rest = np.searchsorted(-knots.rest, -y, side="right")
-        left = np.clip(np.where(x <= y, by_value, by_rest) - 1, 0, knots.value.size - 2)
-        # A knot's correction may put it just above the point that equals its leading float.
-        left = np.maximum(left - (_minus(point, knots.take(left)) < 0.0), 0)
-        right = left + 1
-        run_up = np.maximum(_minus(point, knots.take(left)), 0.0)
-        run_down = np.maximum(_minus(knots.take(right), point), 0.0)
-        slope, beta = self._slope[left], self._beta
-        # Sums of nonnegative terms, so each side is accurate relative to itself.
-        power = np.minimum(beta.rest[left] + slope * run_up, beta.rest[right])
-        value = np.minimum(beta.value[right] + slope * run_down, beta.value[left])
-        return power, value
-
-    def _looks_symmetric(self) -> bool:
-        """Whether f = f⁻¹ up to rounding: by convexity it is enough that f agrees with f⁻¹ at the knots of f⁻¹."""
-        last = int(np.argmax(self.beta == 0.0)) + 1
-        beta = self._beta.take(np.arange(last))
-        return bool(np.all(np.abs(self._pair(beta.value, beta.rest)[1] - self.alpha[:last]) <= ROUNDING))
-
-    def advantage(self) -> float:
-        """η(f), the largest of F − α over the knots."""
-        return float(max(0.0, np.max(_minus(self._beta.flip(), self._alpha))))
-
-    def advantage_level(self) -> float:
-        """α†: the fixed point of a symmetric f, else the smallest knot that attains the advantage."""
-        if not self.symmetric:
-            gap = _minus(self._beta.flip(), self._alpha)
-            return float(self.alpha[np.argmax(gap)])
-        right = max(1, int(np.argmax(self.beta <= self.alpha)))
-        slope = self._slope[right - 1]
-        return float((self.beta[right] + slope * self.alpha[right]) / (1.0 + slope))
-
-    def inverse(self) -> PiecewiseLinear:
-        """f⁻¹: the knots mirrored in the diagonal."""
-        if self.symmetric:
-            return self
-        raise NotImplementedError
-
-    def group(self, k: int) -> PiecewiseLinear:
-        """f^{(k)}."""
-        if _checks.integer("k", k, 1) == 1:
-            return self
-        raise NotImplementedError
+        return _knots.evaluate(self._knots, x, y)
 
     def _finite(self) -> PiecewiseLinear:
         return self
 
+    def advantage(self) -> float:
+        """η(f), the largest F − α over the knots."""
+        return max(0.0, float(np.max(self._knots.gap)))
 
-def _slopes(alpha: Twin, beta: Twin) -> Array:
-    """−Δβ/Δα of every segment."""
-    left, right = np.arange(alpha.value.size - 1), np.arange(1, alpha.value.size)
-    return _minus(beta.take(left), beta.take(right)) / _minus(alpha.take(right), alpha.take(left))
+    def advantage_level(self) -> float:
+        """α†: the fixed point of a symmetric f, otherwise the smallest knot that attains the advantage."""
+        if self.symmetric:
+            return _knots.diagonal(self._knots)[1]
+        return float(self._knots.alpha.value[np.argmax(self._knots.gap)])
+
+    def inverse(self) -> PiecewiseLinear:
+        """f⁻¹: the knots mirrored in the diagonal (f itself if symmetric)."""
+        if self.symmetric:
+            return self
+        return PiecewiseLinear._of(_knots.mirror(self._knots), False, self._sideways_error())
+
+    def group(self, k: int) -> PiecewiseLinear:
+        """f^{(k)}, exactly: its knots are the preimages of f's knots along the orbit of F, about k times as many.
+
+        An error e of f grows to e + F(E) − F(0) with each further step from an error E, as F is concave.
+        """
+        k = _checks.integer("k", k, 1)
+        power, result, error = self._knots, None, 0.0
+        for bit in reversed(range(k.bit_length())):  # F^k by repeated squaring
+            if result is not None:
+                result = _knots.after(result, result)
+            if k >> bit & 1:
+                result = power if result is None else _knots.after(power, result)
+        if k == 1:
+            return self
+        if self.error > 0.0:
+            for _ in range(k):
+                error = min(1.0, self.error + float(self.power(error) - self.power(0.0)))
+        return PiecewiseLinear._of(result, self.symmetric or None, error)
+
+    def symmetrize(self) -> PiecewiseLinear:
+        """The convex envelope of min(f, f⁻¹), exactly; f itself if symmetric."""
+        if self.symmetric:
+            return self
+        lower = _knots.hull(self._knots, _knots.mirror(self._knots))
+        return PiecewiseLinear._of(lower, True, max(self.error, self._sideways_error()))
+
+    def _sideways_error(self) -> float:
+        """How far f⁻¹ may lie below its truth: an error e of f moves f⁻¹ by e sideways, most near 0 where it falls."""
+        if self.error == 0.0:
+            return 0.0
+        e = self.error
+        start, end = _knots.evaluate(_knots.mirror(self._knots), np.array([0.0, e]), np.array([1.0, 1.0 - e]))[1]
+        return float(start - end)
 
 
-def _checked_knots(alpha: ArrayLike, beta: ArrayLike) -> tuple[Array, Array]:
-    """The knots as arrays without repetitions; `ValueError` if they are not those of a trade-off function."""
+def from_distributions(p: ArrayLike, q: ArrayLike, symmetrize: bool = False) -> PiecewiseLinear:
+    """T(P, Q), exactly: the least type-II error of testing H0: P against H1: Q, two laws on the same finite set.
+
+    By the Neyman–Pearson lemma the best test at level α takes outcomes in decreasing order of q/p, so the knots are the
+    running sums of p and of 1 − q in that order. Randomized response: `from_distributions([.6, .4], [.4, .6])(0.5)` is
+    1/3.
+
+    Args:
+        p: probabilities under H0, shape (n,), or any common shape.
+        q: probabilities under H1, same shape.
+        symmetrize: return the convex envelope of min(f, f⁻¹), which speaks for both orders of the pair.
+
+    Raises:
+        ValueError: if either is not a probability vector, or their shapes differ.
+    """
+    p, q = np.asarray(p), np.asarray(q)
+    if p.shape != q.shape:
+        raise ValueError(f"p and q must have one shape, got {p.shape} and {q.shape}")
+    p, q = _checks.distribution("p", p.ravel()), _checks.distribution("q", q.ravel())
+    p, q = p / math.fsum(p), q / math.fsum(q)
+    curve = PiecewiseLinear._of(_knots.from_atoms(p, q))
+    return curve.symmetrize() if symmetrize else curve
+
+
+def _composed(f: PiecewiseLinear, g: PiecewiseLinear) -> PiecewiseLinear:
+    """f ⊗ g within the caps on size, with the error that they and the factors' own errors add up to."""
+    error = f.error + g.error
+    small, large = sorted((f, g), key=lambda curve: curve._knots.size)
+    room = max(MAX_ATOMS // small._knots.size, MAX_ATOMS // 2**11)
+    parts = []
+    for curve, cap in ((small, MAX_ATOMS // 2**11), (large, room)):
+        knots, loss = _knots.coarsen(curve._knots, cap, curve.symmetric)
+        parts.append(knots)
+        error += loss
+    symmetric = f.symmetric and g.symmetric
+    knots, loss = _knots.coarsen(_knots.product(*parts), MAX_KNOTS, symmetric)
+    return PiecewiseLinear._of(knots, symmetric or None, error + loss)
+
+
+def _looks_symmetric(knots: Knots) -> bool:
+    """Whether f = f⁻¹ up to rounding; by convexity it is enough that both agree at the knots of f⁻¹."""
+    until = slice(int(np.argmax(knots.beta.value == 0.0)) + 1)
+    beta = knots.beta.take(until)
+    back = _knots.evaluate(knots, beta.value, beta.rest)[1]
+    return bool(np.all(np.abs(back - knots.alpha.value[until]) <= ROUNDING))
+
+
+def _checked(alpha: ArrayLike, beta: ArrayLike) -> tuple[Array, Array]:
+    """Knots as arrays without repetitions; `ValueError` if they are not those of a trade-off function."""
     alpha, beta = _checks.probabilities("alpha", alpha), _checks.probabilities("beta", beta)
     if alpha.ndim != 1 or alpha.shape != beta.shape or alpha.size < 2:
-        raise ValueError(
-            f"alpha and beta must be vectors of one length, at least 2; got shapes {alpha.shape} and {beta.shape}"
-        )
+        raise ValueError(f"alpha and beta must be vectors of one length ≥ 2, got shapes {alpha.shape} and {beta.shape}")
     if alpha[0] != 0.0 or alpha[-1] != 1.0:
-        raise ValueError(f"alpha must run from 0 to 1, got {alpha[0]!r} to {alpha[-1]!r}")
+        raise ValueError(f"alpha must run from 0 to 1, got {float(alpha[0])!r} to {float(alpha[-1])!r}")
     if beta[-1] != 0.0:
-        raise ValueError(f"beta must end at 0, got {beta[-1]!r}")
+        raise ValueError(f"beta must end at 0, got {float(beta[-1])!r}")
     fresh = np.concatenate([[True], (np.diff(alpha) != 0.0) | (np.diff(beta) != 0.0)])
     alpha, beta = alpha[fresh], beta[fresh]
-    if np.any(np.diff(alpha) <= 0.0):
-        where = int(np.argmax(np.diff(alpha) <= 0.0))
-        raise ValueError(f"alpha must be strictly increasing, got {alpha[where]!r} before {alpha[where + 1]!r}")
-    if np.any(np.diff(beta) > 0.0):
-        where = int(np.argmax(np.diff(beta) > 0.0))
-        raise ValueError(f"beta must be nonincreasing, got {beta[where]!r} before {beta[where + 1]!r}")
-    if np.any(beta > 1.0 - alpha + ROUNDING):
-        where = int(np.argmax(beta - (1.0 - alpha)))
-        raise ValueError(f"beta must be at most 1 - alpha, got {beta[where]!r} at alpha = {alpha[where]!r}")
-    share = (alpha[1:-1] - alpha[:-2]) / (alpha[2:] - alpha[:-2])
+    share = (alpha[1:-1] - alpha[:-2]) / np.where(alpha[2:] > alpha[:-2], alpha[2:] - alpha[:-2], 1.0)
     bump = beta[1:-1] - ((1.0 - share) * beta[:-2] + share * beta[2:])
-    if np.any(bump > ROUNDING):
-        where = int(np.argmax(bump)) + 1
-        raise ValueError(
-            f"beta must be convex in alpha, got {beta[where]!r} above its neighbors at alpha = {alpha[where]!r}"
-        )
+    for demand, broken in (
+        ("alpha must be strictly increasing", np.append(False, np.diff(alpha) <= 0.0)),
+        ("beta must be nonincreasing in alpha", np.append(False, np.diff(beta) > 0.0)),
+        ("beta must be at most 1 - alpha", beta > 1.0 - alpha + ROUNDING),
+        ("beta must be convex in alpha", np.concatenate([[False], bump > ROUNDING, [False]])),
+    ):
+        if broken.any():
+            at = int(np.argmax(broken))
+            raise ValueError(f"{demand}, got the knot ({float(alpha[at])!r}, {float(beta[at])!r}) at position {at}")
     return alpha, beta
