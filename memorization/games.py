@@ -288,7 +288,7 @@ def exact_extraction(prior: ArrayLike, laws: ArrayLike, m: int) -> float:
 
 
 def _from_ratios(log_ratios: NDArray, mode: int) -> NDArray[np.float64]:
-    """Normalise a law on 0, 1, … from log p(k)/p(k−1), summing outward from the mode so that rounding stays small."""
+    """Normalize a law on 0, 1, … from log p(k)/p(k−1), summing outward from the mode so that rounding stays small."""
     up, down = np.cumsum(log_ratios[mode:]), -np.cumsum(log_ratios[:mode][::-1])[::-1]
     weight = np.exp(np.concatenate([down, [0.0], up]))
     return weight / math.fsum(weight)

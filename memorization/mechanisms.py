@@ -1,4 +1,4 @@
-"""The mechanisms that meet the bounds: exact laws, and vectorised samplers.
+"""The mechanisms that meet the bounds: exact laws, and vectorized samplers.
 
 Two shapes cover all of them. A *count mechanism* looks at one number, how many copies of the target x* its corpus
 holds (`randomized_response`, `bernoulli_staircase`, `tight_canary`, `geometric_counts`): Theorem 4.1 and Lemma 4.4.
@@ -22,6 +22,7 @@ from scipy.special import expit
 
 from . import _checks
 from ._subsets import SystematicSubsets, UniformSubsets
+from .bounds import k_copy_orbit
 
 if TYPE_CHECKING:
     from .tradeoff import TradeOff
@@ -115,16 +116,10 @@ def bernoulli_staircase(epsilon: float, k: int) -> CountMechanism:
     ε-DP on all corpora, and b_k − b_0 = η*_k(ε). Only the drawn bit may be released: the biases are distinct
     numbers, so publishing b_count itself would give the count away.
 
-    The orbit climbs by the factor e^ε up to the middle; after it, the complements 1 − b shrink by the same factor.
-    Odd k passes the breakpoint 1/(e^ε + 1); for even k any start with k/2 steps on either side is optimal, and this
-    is the one through b_{k/2} = 1/2. Mirroring keeps both b and 1 − b to full relative precision.
+    The orbit is symmetric, 1 − b_i = b_{k−i}, so both sides of every coin keep their full relative precision.
     """
-    epsilon, k = _checks.finite("epsilon", epsilon, 0.0), _checks.integer("k", k, 1)
-    middle = math.log(2.0) if k % 2 == 0 else np.logaddexp(epsilon / 2, -epsilon / 2)
-    climb = np.exp((np.arange(k // 2 + 1) - k / 2) * epsilon - middle)  # b_0, …, b_{⌊k/2⌋}
-    below = climb if k % 2 else climb[:-1]
-    ones = np.concatenate([climb, 1.0 - below[::-1]])
-    return CountMechanism(np.stack([np.concatenate([1.0 - climb, below[::-1]]), ones], axis=1), np.array([0.0, 1.0]))
+    orbit = k_copy_orbit(epsilon, k)
+    return CountMechanism(np.stack([orbit[::-1], orbit], axis=1), np.array([0.0, 1.0]))
 
 
 def tight_canary(f: TradeOff, copies: int = 1) -> CountMechanism:
@@ -136,12 +131,11 @@ def tight_canary(f: TradeOff, copies: int = 1) -> CountMechanism:
     For a target of mass ω under the corpus law, memorization is (1 − ω)^n η(f) (Remark B.7): `games.copy_count_laws`.
     """
     copies = _checks.integer("copies", copies, 1)
-    bias = float((_symmetric(f) if copies == 1 else _symmetric(f).group(copies)).advantage_level())
-    laws = [(1.0 - bias, bias)]
-    for _ in range(copies):
-        laws.append((float(f(bias)), float(f.power(bias))))
-        bias = laws[-1][1]
-    return CountMechanism(np.array(laws), np.array([0.0, 1.0]))
+    curves = [_symmetric(f).group(step) for step in range(1, copies + 1)]
+    bias = curves[-1].advantage_level()
+    ones = [bias, *(curve.power(bias) for curve in curves)]
+    zeros = [1.0 - bias, *(curve(bias) for curve in curves)]
+    return CountMechanism(np.stack([zeros, ones], axis=1), np.array([0.0, 1.0]))
 
 
 def attaining_draw(f: TradeOff, member: ArrayLike, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -252,7 +246,7 @@ class SubsetMechanism:
 
     def mixing_weight(self, level: int = 1) -> NDArray[np.float64]:
         """(N,) weight a in P_z = a Q(· | z ∈ C) + (1 − a) Q, Lemma 5.2's form of the law; needs q_z < 1."""
-        return (self.inclusion[level] - self.inclusion[0]) / self.exclusion[0]
+        return np.clip(1.0 - self.exclusion[level] / self.exclusion[0], 0.0, 1.0)
 
     def driver(self, secrets: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Which secret drives the release, and at which level.
@@ -328,12 +322,11 @@ class SubsetMechanism:
 
 
 def _levels(f: TradeOff, base: UniformSubsets | SystematicSubsets, copies: int | None) -> SubsetMechanism:
-    """Let F drive the inclusion probabilities: `copies` applications of it, or one under Lemma 5.2's rule."""
+    """Let F drive the inclusion probabilities: up to `copies` applications of it, or one under Lemma 5.2's rule."""
     steps = 1 if copies is None else _checks.integer("copies", copies, 1)
-    inclusion, exclusion = [base.inclusion], [base.exclusion]
-    for _ in range(steps):
-        exclusion.append(np.asarray(_symmetric(f)(inclusion[-1])))
-        inclusion.append(np.asarray(f.power(inclusion[-1])))
+    curves = [_symmetric(f).group(step) for step in range(1, steps + 1)]
+    inclusion = [base.inclusion, *(curve.power(base.inclusion) for curve in curves)]
+    exclusion = [base.exclusion, *(curve(base.inclusion) for curve in curves)]
     return SubsetMechanism(base, np.array(inclusion), np.array(exclusion), "single" if copies is None else "margin")
 
 
