@@ -8,11 +8,11 @@ bit on one machine; they are kept in the cache as safetensors and JSON and verif
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import json
-import math
+import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm.auto import tqdm
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -30,7 +29,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from . import _checks, _store, corpora, settings
+from . import _checks, _store, corpora, settings, training
 
 _CLASSES = {"pocket-neox": GPTNeoXForCausalLM, "pocket-qwen2": Qwen2ForCausalLM}
 FAMILIES = tuple(_CLASSES)
@@ -54,11 +53,12 @@ class Recipe:
     warmup: int = 50
     weight_decay: float = 0.1
     tokenizer_characters: int = 4_000_000
+    threads: int = 2
 
 
 RECIPES = {
     "smoke": Recipe(layers=2, width=64, vocabulary=512, steps=200, batch=32, learning_rate=4e-3, warmup=20,
-                    tokenizer_characters=500_000),
+                    tokenizer_characters=500_000, threads=1),
     "pocket": Recipe(),
 }  # fmt: skip
 
@@ -77,13 +77,13 @@ def load(
     entry = _entry(family, sizes, corpus.sha256, corpora.tokenizer_hash(tokenizer), str(seed))
     if not _store.verified(entry):
         model = build(family, recipe, tokenizer, seed)
-        losses = pretrain(model, corpora.tokenize_blocks(corpus, tokenizer).pretraining, recipe, seed, label=family)
+        record = pretrain(model, corpora.tokenize_blocks(corpus, tokenizer).pretraining, recipe, seed, label=family)
 
         def fill(folder: Path) -> None:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
 
-        note = {"family": family, "recipe": sizes, "corpus": corpus.sha256, "seed": seed, "loss": losses[-1]}
+        note = {"family": family, "recipe": sizes, "corpus": corpus.sha256, "seed": seed, "seconds": record.seconds}
         if not _store.write(entry, fill, note):
             return model.eval(), tokenizer
     return _CLASSES[family].from_pretrained(entry, use_safetensors=True, local_files_only=True).eval(), tokenizer
@@ -95,7 +95,7 @@ def load_tokenizer(recipe: Recipe, corpus: corpora.Corpus) -> PreTrainedTokenize
     entry = _entry("tokenizer", str(recipe.vocabulary), str(size), corpus.sha256)
     if not _store.verified(entry):
         made = train_tokenizer(corpus.parts["pretraining"], recipe.vocabulary, size)
-        if not _store.write(entry, lambda folder: made.save_pretrained(folder) and None):
+        if not _store.write(entry, made.save_pretrained):
             return made
     return PreTrainedTokenizerFast.from_pretrained(entry, local_files_only=True)
 
@@ -155,48 +155,34 @@ def build(family: str, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed:
         return _CLASSES[family](config)
 
 
-def pretrain(model: PreTrainedModel, blocks: NDArray[np.int64], recipe: Recipe, seed: int, label: str) -> list[float]:
-    """Train in place with AdamW and a warmed-up cosine; returns the loss (nats a token) of every step.
-
-    Raises:
-        ValueError: the loss stopped being a number.
-    """
-    data = torch.as_tensor(blocks)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, betas=(0.9, 0.95), fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(_rate, recipe))
-    losses: list[float] = []
-    model.train()
-    batches = _batches(len(data), recipe.batch, torch.Generator().manual_seed(seed))
-    for _ in tqdm(range(recipe.steps), desc=f"pretraining {label}", unit="step", disable=None):
-        tokens = data[next(batches)]
-        logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-        if not math.isfinite(losses[-1]):
-            raise ValueError(f"the pretraining loss of {label} became {losses[-1]} at step {len(losses)}")
-    return losses
+def pretrain(
+    model: PreTrainedModel, blocks: NDArray[np.int64], recipe: Recipe, seed: int, label: str
+) -> training.TrainingRecord:
+    """Train in place on blocks of tokens, on the CPU, with as many threads as the recipe says."""
+    with _threads(min(recipe.threads, os.cpu_count() or 1)):
+        return training.fine_tune(
+            model,
+            blocks,
+            max_steps=recipe.steps,
+            batch_size=recipe.batch,
+            learning_rate=recipe.learning_rate,
+            schedule="cosine",
+            warmup=recipe.warmup,
+            final_rate=0.1 * recipe.learning_rate,
+            weight_decay=recipe.weight_decay,
+            betas=(0.9, 0.95),
+            max_grad_norm=1.0,
+            seed=seed,
+            description=f"pretraining {label}",
+        )
 
 
-def _rate(recipe: Recipe, step: int) -> float:
-    """The learning rate as a share of its peak: linear warm-up, then half a cosine down to a tenth."""
-    if step < recipe.warmup:
-        return (step + 1) / recipe.warmup
-    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
-
-
-def _batches(rows: int, batch: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Row numbers, batch by batch, epoch after epoch; a batch may straddle two epochs."""
-    waiting = torch.empty(0, dtype=torch.int64)
-    while True:
-        while len(waiting) < batch:
-            waiting = torch.cat([waiting, torch.randperm(rows, generator=generator)])
-        yield waiting[:batch]
-        waiting = waiting[batch:]
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """A fixed number of threads: sums are split by thread, so another number gives other last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
