@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
+TINY = float(np.finfo(np.float64).tiny)  # levels below 2e-308 are not resolved
 SAME = 1e-14  # knots and slopes this close, relative to themselves, are one up to rounding
 
 
@@ -145,6 +146,16 @@ def through(alpha: Twin, beta: Twin, slope: Array | None = None) -> Knots:
     return Knots(alpha.take(kept), beta.take(kept), steep)
 
 
+def convex(knots: Knots) -> Knots:
+    """The curve without knots that rounding has put above the line through their neighbors; nowhere higher."""
+    while True:
+        keep = np.concatenate([[True], knots.slope[1:] <= knots.slope[:-1], [True]])
+        if keep.all():
+            return knots
+        keep = np.flatnonzero(keep)
+        knots = through(knots.alpha.take(keep), knots.beta.take(keep))
+
+
 def evaluate(knots: Knots, x: Array, y: Array) -> tuple[Array, Array]:
     """(F(x), f(x)) for x and y = 1 − x: sums of nonnegative terms, so each is accurate relative to itself."""
     point = Twin.of_pair(x, y)
@@ -204,14 +215,17 @@ def _atoms(knots: Knots) -> tuple[Array, Array]:
 
 def after(outer: Knots, inner: Knots) -> Knots:
     """1 − G∘F for power curves G (outer) and F (inner): knots of F, and preimages under F of knots of G."""
-    own = Twin.of_pair(*evaluate(outer, inner.beta.rest, inner.beta.value)[::-1])
-    power, value = evaluate(mirror(inner), outer.alpha.rest, outer.alpha.value)
-    reached = (outer.alpha.value > inner.beta.rest[0]) & (outer.alpha.rest > 0.0)
-    alpha = joined(inner.alpha, Twin.of_pair(value, power).take(reached))
-    beta = joined(own, outer.beta.take(reached))
+    lowest = Twin.of_floats([TINY])
+    power, level = evaluate(mirror(inner), outer.alpha.rest, outer.alpha.value)
+    inside = (outer.alpha.value > inner.beta.rest[0]) & (outer.alpha.rest > 0.0)
+    above, lost = inside & (level >= TINY), bool(np.any(inside & (level < TINY)))
+    own = joined(inner.alpha, lowest) if lost else inner.alpha
+    alpha = joined(own, Twin.of_pair(level, power).take(above))
+    reached = evaluate(inner, own.value, own.rest)
+    beta = joined(Twin.of_pair(*evaluate(outer, *reached)[::-1]), outer.beta.take(above))
     # Both ways of ordering are needed: levels near 0 differ in their values only, levels near 1 in their complements.
     order = np.lexsort((-beta.value, -alpha.rest, alpha.value))
-    return through(alpha.take(order), beta.take(order))
+    return convex(through(alpha.take(order), beta.take(order)))
 
 
 def diagonal(knots: Knots) -> tuple[int, float]:
@@ -250,7 +264,7 @@ def hull(f: Knots, g: Knots) -> Knots:
     alpha = joined(f.alpha.take(mine), g.alpha.take(theirs))
     beta = joined(f.beta.take(mine), g.beta.take(theirs))
     order = np.lexsort((-beta.value, -alpha.rest, alpha.value))
-    return through(alpha.take(order), beta.take(order))
+    return convex(through(alpha.take(order), beta.take(order)))
 
 
 def coarsen(knots: Knots, size: int, symmetric: bool) -> tuple[Knots, float]:
@@ -283,7 +297,7 @@ def _supporting_lines(alpha: Twin, beta: Twin, slope: Array, size: int) -> tuple
     width = minus(alpha.take(slice(1, None)), alpha.take(slice(-1)))
     turn = np.append(np.maximum(slope[:-1] - slope[1:], 0.0), 0.0)
     loss = np.cumsum(np.sqrt(width * turn))
-    tilt = -np.log(np.maximum(slope, np.finfo(float).tiny))
+    tilt = -np.log(np.maximum(slope, TINY))
     kept = np.unique(
         np.concatenate(
             [np.searchsorted(track, np.linspace(track[0], track[-1], size // 2)).clip(0, slope.size - 1)

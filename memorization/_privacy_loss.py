@@ -146,7 +146,7 @@ def chord_error(step: Any) -> float:
     for index, masses, infinite in orders:
         gap = np.diff(index) * interval
         here, there = np.maximum(masses[:-1], 0.0), np.maximum(masses[1:], 0.0)
-        height = np.expm1(gap) * here * there / np.maximum(np.exp(gap) * here + there, np.finfo(float).tiny)
+        height = np.expm1(gap) * here * there / np.maximum(np.exp(gap) * here + there, _knots.TINY)
         unreached = max(0.0, 1.0 - float(np.sum(masses * np.exp(-index * interval))))
         excess = max(0.0, float(np.sum(masses)) + infinite - 1.0)
         ends = unreached * math.exp(index[0] * interval) + infinite + excess
@@ -161,25 +161,27 @@ def _distance(upper: Knots, lower: Knots) -> float:
 
 
 def gaussian_step(sigma: float, rate: float, interval: float) -> Any:
-    """One step of the Poisson-sampled Gaussian mechanism by connect-the-dots, as a `PrivacyLossDistribution`.
+    """One step of the Poisson-sampled Gaussian mechanism by connect-the-dots, as a `PrivacyLossDistribution`; rate < 1.
 
     dp-accounting takes the masses from second differences of δ, which cancel at negative losses, where δ is near 1: the
-    add order gains 1e-8 to 1e-5 of mass per step. Each order's negative losses are the other's positive ones seen
-    from the other law, so both are put together from the two accurate halves.
+    add order gains 1e-8 to 1e-5 of mass per step. But one order's negative losses are the other's positive ones, seen
+    from the other law, so both are put together from the two accurate halves, and what is missing has loss 0.
     """
     pld_pmf, distribution = _dp_accounting()
     raw = distribution.from_gaussian_mechanism(sigma, sampling_prob=rate, value_discretization_interval=interval)
     halves, infinite = [], []
-    for _, (index, masses, at_infinity) in zip(range(2), 2 * _orders("step", raw)[1], strict=False):
-        halves.append(np.zeros(max(int(index[-1]), 0) + 1))
-        halves[-1][index[index >= 0]] = masses[index >= 0]
+    for index, masses, at_infinity in _orders("step", raw)[1]:
+        half = np.zeros(max(int(index[-1]), 0) + 1)
+        half[index[index > 0]] = masses[index > 0]
+        halves.append(half)
         infinite.append(at_infinity)
-    pmfs = []
-    for (own, other), at_infinity in zip((halves, halves[::-1]), infinite, strict=True):
-        seen = other[:0:-1] * np.exp(-interval * np.arange(other.size - 1, 0, -1))
-        masses = np.concatenate([seen, own])
-        lost = max(0.0, 1.0 - math.fsum(masses) - at_infinity)
-        pmfs.append(pld_pmf.DensePLDPmf(interval, 1 - other.size, masses, at_infinity + lost, True))
+    pmfs, missing = [], 0.0
+    for own, other, at_infinity in zip(halves, halves[::-1], infinite, strict=True):
+        seen = (other * np.exp(-interval * np.arange(other.size)))[:0:-1]
+        pmfs.append(pld_pmf.DensePLDPmf(interval, -seen.size, np.concatenate([seen, own]), at_infinity, True))
+        missing = max(missing, 1.0 - math.fsum(pmfs[-1]._probs) - at_infinity)
+    for pmf in pmfs:
+        pmf._probs[-pmf._lower_loss] = missing
     return distribution.PrivacyLossDistribution(*pmfs)
 
 

@@ -17,7 +17,7 @@ from . import _checks, _knots
 from ._knots import Array, Knots, Twin
 
 ROUNDING = 1e-12  # how far knots given as floats may miss convexity, the diagonal or symmetry
-MAX_KNOTS = 2**15  # an approximate curve, or a composition, with more knots is thinned, and says what that costs
+MAX_KNOTS = 2**16  # a computed curve with more knots is thinned, and its error says what that costs
 MAX_ATOMS = 2**22  # the product of two finite pairs is formed up to this size
 
 
@@ -216,23 +216,28 @@ class PiecewiseLinear(TradeOff):
         return PiecewiseLinear._of(_knots.mirror(self._knots), False, self._sideways_error())
 
     def group(self, k: int) -> PiecewiseLinear:
-        """f^{(k)}, exactly: its knots are the preimages of f's knots along the orbit of F, about k times as many.
+        """f^{(k)}, exactly, until it has more than `MAX_KNOTS` knots (about k times those of f).
 
-        An error e of f grows to e + F(E) − F(0) with each further step from an error E, as F is concave.
+        Its knots are the preimages of f's knots along the orbit of F. Beyond the cap, and for an f with an error, the
+        result lies at or below the truth and `error` bounds the distance.
         """
         k = _checks.integer("k", k, 1)
-        power, result, error = self._knots, None, 0.0
-        for bit in reversed(range(k.bit_length())):  # F^k by repeated squaring
-            if result is not None:
-                result = _knots.after(result, result)
+        result = self
+        for bit in reversed(range(k.bit_length() - 1)):  # F^k by repeated squaring
+            result = result._after(result)
             if k >> bit & 1:
-                result = power if result is None else _knots.after(power, result)
-        if k == 1:
-            return self
-        if self.error > 0.0:
-            for _ in range(k):
-                error = min(1.0, self.error + float(self.power(error) - self.power(0.0)))
-        return PiecewiseLinear._of(result, self.symmetric or None, error)
+                result = self._after(result)
+        return result
+
+    def _after(self, inner: PiecewiseLinear) -> PiecewiseLinear:
+        """The curve with power G∘F, G that of self and F that of `inner`.
+
+        Where G is too high by at most d and F by at most e, G∘F is by at most d + G(e) − G(0), G being concave.
+        """
+        symmetric = self.symmetric and inner.symmetric
+        knots, loss = _knots.coarsen(_knots.after(self._knots, inner._knots), MAX_KNOTS, symmetric)
+        carried = float(self.power(inner.error)) - float(self.power(0.0)) if inner.error else 0.0
+        return PiecewiseLinear._of(knots, symmetric or None, self.error + carried + loss)
 
     def symmetrize(self) -> PiecewiseLinear:
         """The convex envelope of min(f, f⁻¹), exactly; f itself if symmetric."""
@@ -276,17 +281,12 @@ def from_distributions(p: ArrayLike, q: ArrayLike, symmetrize: bool = False) -> 
 
 def _composed(f: PiecewiseLinear, g: PiecewiseLinear) -> PiecewiseLinear:
     """f ⊗ g within the caps on size, with the error that they and the factors' own errors add up to."""
-    error = f.error + g.error
     small, large = sorted((f, g), key=lambda curve: curve._knots.size)
-    room = max(MAX_ATOMS // small._knots.size, MAX_ATOMS // 2**11)
-    parts = []
-    for curve, cap in ((small, MAX_ATOMS // 2**11), (large, room)):
-        knots, loss = _knots.coarsen(curve._knots, cap, curve.symmetric)
-        parts.append(knots)
-        error += loss
+    few, loss = _knots.coarsen(small._knots, math.isqrt(MAX_ATOMS), small.symmetric)
+    many, further = _knots.coarsen(large._knots, MAX_ATOMS // few.size, large.symmetric)
     symmetric = f.symmetric and g.symmetric
-    knots, loss = _knots.coarsen(_knots.product(*parts), MAX_KNOTS, symmetric)
-    return PiecewiseLinear._of(knots, symmetric or None, error + loss)
+    knots, last = _knots.coarsen(_knots.product(few, many), MAX_KNOTS, symmetric)
+    return PiecewiseLinear._of(knots, symmetric or None, f.error + g.error + loss + further + last)
 
 
 def _looks_symmetric(knots: Knots) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import special
 
 from . import _checks, _knots, _privacy_loss
-from ._knots import Array, Knots, Twin
+from ._knots import TINY, Array, Knots, Twin
 from ._privacy_loss import from_privacy_loss
 from .piecewise import PiecewiseLinear, TradeOff, from_distributions
 
@@ -30,8 +30,7 @@ __all__ = [
     "from_privacy_loss",
 ]
 
-_TINY = float(np.finfo(np.float64).tiny)  # levels below 2e-308 are not resolved
-_MAX_CELLS = 2**22  # of a composed privacy-loss grid
+_MAX_CELLS = 2**21  # of a composed privacy-loss grid
 _PRECISE = decimal.Context(prec=80, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX)
 
 
@@ -109,11 +108,11 @@ def _group_knots(epsilon: float, delta: float, k: int) -> Knots:
         inner = [j for j in reversed(range(len(bends))) if 0 <= k - 1 - j < len(bends) and start > 0]
         alpha = [Decimal(0), *(bends[j] for j in inner), start, Decimal(1)]
         beta = [start, *(bends[k - 1 - j] for j in inner), Decimal(0), Decimal(0)]
-        below = max(i for i in range(len(alpha)) if alpha[i] < Decimal(_TINY))
+        below = max(i for i in range(len(alpha)) if alpha[i] < Decimal(TINY))
         if alpha[below] > 0:  # knots too close to 0 for floats give way to the curve's own point at the smallest level
-            share = (Decimal(_TINY) - alpha[below]) / (alpha[below + 1] - alpha[below])
+            share = (Decimal(TINY) - alpha[below]) / (alpha[below + 1] - alpha[below])
             point = beta[below] + share * (beta[below + 1] - beta[below])
-            alpha, beta = [Decimal(0), Decimal(_TINY), *alpha[below + 1 :]], [start, point, *beta[below + 1 :]]
+            alpha, beta = [Decimal(0), Decimal(TINY), *alpha[below + 1 :]], [start, point, *beta[below + 1 :]]
         return _knots.through(Twin.of_decimals(alpha), Twin.of_decimals(beta))
 
 
@@ -209,7 +208,7 @@ def dp_sgd(
     Without sampling (`sample_rate` 1) it is G_μ with μ = √steps/σ. Otherwise dp-accounting discretizes one step by
     connect-the-dots and composes it, and `from_privacy_loss` reads f off, at or below the truth. The grid is refined,
     at second order, until the errors that the steps add up to stay within `target_error`, or the composition would
-    need more than 4 million cells; `error` of the result says what was reached. Replace-one neighbors take
+    need more than 2 million cells; `error` of the result says what was reached. Replace-one neighbors take
     `.group(2)`.
 
     Args:
