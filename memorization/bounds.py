@@ -141,8 +141,8 @@ def extraction_bound(f: TradeOff, kappa: ArrayLike) -> float | Array:
 def entropy_threshold(f: TradeOff, m: int, tau: ArrayLike) -> float | Array:
     """H* = log2(m/α*(τ)) in bits: with this much min-entropy `m` guesses succeed at most `tau` of the time.
 
-    Theorem 5.1(iii). For pure DP and τ ≤ e^ε/(e^ε + 1) this is ε log2 e + log2(m/τ), and exact for uniform priors; otherwise it is
-    sufficient. `inf` where only κ = 0 is safe. For k copies pass `f.group(k)`.
+    Theorem 5.1(iii). For pure DP and τ ≤ e^ε/(e^ε + 1) this is ε log2 e + log2(m/τ), and exact for uniform priors;
+    otherwise it is sufficient. `inf` where only κ = 0 is safe. For k copies pass `f.group(k)`.
 
     Raises:
         ValueError: if `tau` is outside [0, 1] or below F(0), where no entropy is enough.
@@ -280,7 +280,7 @@ def _water_fill(curve: TradeOff, mass: Array, count: Array, budget: float) -> Ar
 
     low, high = lowest + gain[positive].min() - 1.0, highest + 1.0
     more, less = levels(low), levels(high)
-    if count @ more <= budget:  # every segment that gains anything is full, and what is left gains nothing anywhere
+    if count @ more <= budget:  # every secret of positive mass is always listed: fill up with the others
         more, less = np.ones_like(mass), more
     else:
         for _ in range(120):  # far below the spacing of floats, except around 0 where small μ needs it
@@ -302,10 +302,11 @@ def _marginal_levels(curve: TradeOff) -> tuple[Callable[[Array], Array], float, 
     if isinstance(curve, GaussianDP) and curve.mu > _SMALLEST:
         mu = curve.mu  # F'(Φ(t)) = exp(−μt − μ²/2), so slope e^s is at t = −s/μ − μ/2; Φ is 0 or 1 beyond ±40
         return lambda s: special.ndtr(-s / mu - mu / 2.0), -mu * (40.0 + mu / 2.0), mu * (40.0 - mu / 2.0)
-    line = PureDP(0.0) if isinstance(curve, GaussianDP) else curve._finite()
-    slope = line._slope[line._slope > 0.0]
-    order = -np.log(np.minimum(slope, np.finfo(np.float64).max))  # increasing, by concavity
-    return lambda s: line.alpha[np.searchsorted(order, -s, side="left")], -float(order[-1]), -float(order[0])
+    knots = (PureDP(0.0) if isinstance(curve, GaussianDP) else curve._finite())._knots
+    extremes = np.finfo(np.float64)
+    slope = np.minimum.accumulate(np.clip(knots.slope, extremes.tiny, extremes.max))  # falls, despite rounding
+    fall = -np.log(slope)
+    return lambda s: knots.alpha.value[np.searchsorted(fall, -s, side="left")], -float(fall[-1]), -float(fall[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
