@@ -201,7 +201,8 @@ def _rows(
         rows = np.array(answer, dtype=np.float64)  # a copy: it is worked on in place
     except (TypeError, ValueError) as error:
         raise ValueError(f"next_log_probs must return an array of real numbers on the CPU: {error}") from None
-    if rows.ndim != 2 or len(rows) != len(prefixes) or rows.shape[1] not in {vocabulary or rows.shape[1]} - {0}:
+    width = vocabulary or (max(1, rows.shape[-1]) if rows.ndim else 1)  # the first row settles the vocabulary
+    if rows.shape != (len(prefixes), width):
         raise ValueError(
             f"next_log_probs must return shape ({len(prefixes)}, {vocabulary or 'vocabulary'}) "
             f"for {len(prefixes)} prefixes, got {rows.shape}"
