@@ -24,7 +24,7 @@ def toc_files():
 
 
 def code_cells(path):
-    return [cell.source for cell in jupytext.read(path).cells if cell.cell_type == "code"]
+    return [cell.source for cell in jupytext.read(path, fmt="md:myst").cells if cell.cell_type == "code"]
 
 
 PAGES = toc_files()
@@ -44,7 +44,7 @@ def smoke(monkeypatch):
 
 @chapter
 def test_chapter_executes(path):
-    execute(jupytext.read(path))
+    execute(jupytext.read(path, fmt="md:myst"))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
