@@ -120,7 +120,7 @@ def counterfactual_memorization(
 
     differences = []
     for start in range(0, trials, _rows(n)):
-        without = np.array(draw((min(_rows(n), trials - start), n), rng))  # a copy: planting must not reach the source
+        without = np.asarray(draw((min(_rows(n), trials - start), n), rng))
         rows, slot = np.arange(len(without)), rng.integers(n, size=len(without))
         planted = without.copy()
         planted[rows, slot] = x
@@ -167,6 +167,7 @@ def extraction_game(
     trials: int,
     rng: np.random.Generator,
     confidence: float = 0.99,
+    batch: int = 100_000,
 ) -> Estimate:
     """Play the extraction game (Definition 3.3) and report the success rate with its Clopper–Pearson interval.
 
@@ -181,25 +182,34 @@ def extraction_game(
         trials: independent runs, a fresh secret and a fresh model each.
         rng: source of all randomness.
         confidence: coverage of the interval.
+        batch: runs played at once, fewer where a release is large; part of what fixes the draws.
 
     Raises:
         ValueError: a list holds more than m distinct candidates.
     """
     prior = _checks.distribution("prior", prior)
     m, trials = _checks.integer("m", m, 1), _checks.integer("trials", trials, 1)
-    secrets = rng.choice(prior.size, trials, p=prior / prior.sum())
-    candidates = np.asarray(protocol(release(secrets[:, None], rng), rng))
+    batch = _checks.integer("batch", batch, 1)
+    successes = 0
+    for start in range(0, trials, batch):
+        secrets = rng.choice(prior.size, min(batch, trials - start), p=prior / prior.sum())
+        candidates = np.asarray(protocol(release(secrets[:, None], rng), rng))
+        _check_lists(candidates, len(secrets), m)
+        successes += int((candidates == secrets[:, None]).any(axis=1).sum())
+    return _rate(successes, trials, confidence)
+
+
+def _check_lists(candidates: NDArray, trials: int, m: int) -> None:
+    """`ValueError` unless every row is a list of at most m distinct candidates, blanks aside."""
+    found = f"{candidates.dtype} of shape {candidates.shape}"
     if candidates.ndim != 2 or len(candidates) != trials or not np.issubdtype(candidates.dtype, np.integer):
-        raise ValueError(
-            f"protocol must return whole numbers of shape ({trials}, width), got {candidates.dtype} {candidates.shape}"
-        )
+        raise ValueError(f"protocol must return whole numbers of shape ({trials}, width), got {found}")
     if candidates.shape[1] > m:
         ordered = np.sort(candidates, axis=1)
         fresh = np.diff(ordered, axis=1, prepend=-1) != 0  # the first of each run of equal entries
         longest = int((fresh & (ordered >= 0)).sum(axis=1).max())
         if longest > m:
             raise ValueError(f"protocol must list at most m = {m} distinct candidates, got {longest}")
-    return _rate(int((candidates == secrets[:, None]).any(axis=1).sum()), trials, confidence)
 
 
 def best_threshold(planted: ArrayLike, absent: ArrayLike) -> tuple[float, bool]:

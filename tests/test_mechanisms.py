@@ -254,7 +254,7 @@ def test_tight_canary_climbs_the_group_curve(f, k):
     assert (climbed - grid).max() - 1e-9 <= canary.advantage(k) <= (climbed - grid).max() + 1e-4
 
 
-@canonical
+@curves
 def test_attaining_draw(f):
     """Lemma B.4: members follow F, non-members the uniform law (Dvoretzky–Kiefer–Wolfowitz)."""
     trials, rng = 100_000, np.random.default_rng(4)
@@ -415,6 +415,20 @@ def test_gadget_value_and_bound_across_supports(f):
         gadget = mechanisms.subset_release(f, N, m)
         assert 0.0 <= gadget.mixing_weight().min() <= gadget.mixing_weight().max() <= 1.0
         assert gadget.extraction() == pytest.approx(bounds.extraction_bound(f, m / N), rel=1e-11)
+
+
+@given(st.floats(1e-8, 50.0) | st.sampled_from([1e-8, 50.0]), st.integers(2, 8), st.data())
+def test_subset_laws_keep_every_ratio_at_every_scale(epsilon, N, data):
+    """Pointwise ε-DP of (P_z, Q), nothing lost to rounding, and both likelihood ratios of Appendix C.3."""
+    m = data.draw(st.integers(1, N - 1))
+    for mechanism in (mechanisms.subset_release(PureDP(epsilon), N, m), mechanisms.subset_selection(epsilon, N, m)):
+        planted, null = mechanism.law(N - 1), mechanism.law()
+        assert planted.min() > 0.0 and math.fsum(planted) == pytest.approx(1.0, abs=1e-14)
+        assert np.abs(np.log(planted / null)).max() <= epsilon * (1 + 1e-7) + 1e-14
+        held = (mechanism.subsets() == N - 1).any(axis=1)
+        a = mechanism.mixing_weight()[N - 1]
+        np.testing.assert_allclose((planted / null)[held], a * N / m + 1 - a, rtol=1e-12)
+        np.testing.assert_allclose((planted / null)[~held], mechanism.exclusion[1, 0] * N / (N - m), rtol=1e-12)
 
 
 def test_degenerate_risk_level_no_entropy_helps():
