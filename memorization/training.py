@@ -14,30 +14,24 @@ The number of threads is the caller's: `torch.set_num_threads`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import ArrayLike, NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from . import _checks
+from ._snapshots import Snapshots, all_finite, digest
 
 SCHEDULES = ("constant", "cosine")
 IGNORED = -100  # the label that cross-entropy skips
-CHECKPOINT_FILE = "training.safetensors"
 
 
 @dataclass(frozen=True)
@@ -55,12 +49,64 @@ class TrainingRecord:
 
 
 @dataclass(frozen=True)
+class Hyperparameters:
+    """The optimizer's side of a run, checked; `fine_tune` says what each means."""
+
+    epochs: int = 3
+    max_steps: int | None = None
+    batch_size: int = 8
+    learning_rate: float = 5e-5
+    schedule: str = "constant"
+    warmup: int = 0
+    final_rate: float = 0.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` naming what is out of range."""
+        _checks.choice("schedule", self.schedule, SCHEDULES)
+        _checks.integer("epochs", self.epochs, 1)
+        _checks.integer("batch_size", self.batch_size, 1)
+        _checks.integer("warmup", self.warmup)
+        _checks.finite("learning_rate", self.learning_rate, 0.0, low_open=True)
+        _checks.real("final_rate", self.final_rate, 0.0, self.learning_rate)
+        _checks.finite("weight_decay", self.weight_decay, 0.0)
+        if self.max_steps is not None:
+            _checks.integer("max_steps", self.max_steps, 1)
+        if self.max_grad_norm is not None:
+            _checks.finite("max_grad_norm", self.max_grad_norm, 0.0, low_open=True)
+        if np.shape(self.betas) != (2,):
+            raise ValueError(f"betas must be two numbers, got {self.betas!r}")
+        for beta in self.betas:
+            _checks.real("betas", beta, 0.0, 1.0, high_open=True)
+
+    def steps(self, documents: int) -> int:
+        """Updates of a run on this many documents an epoch (copies counted)."""
+        return self.max_steps or self.epochs * -(-documents // self.batch_size)
+
+    def rate(self, step: int, steps: int) -> float:
+        """The rate of update `step` (from 0): linear warm-up, then constant, or half a cosine to `final_rate`."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        share = 0.5 * (1.0 + math.cos(math.pi * (step - self.warmup) / (steps - self.warmup)))
+        return self.final_rate + (self.learning_rate - self.final_rate) * share
+
+
+@dataclass(frozen=True)
 class Documents:
     """Token sequences padded on the right to one matrix, each with the number of times it is trained on per epoch."""
 
     tokens: Tensor  # (n, longest) int64
     lengths: Tensor  # (n,)
     copies: Tensor  # (n,)
+
+    @property
+    def total(self) -> int:
+        """Documents an epoch, copies counted."""
+        return int(self.copies.sum())
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and next-token labels (both `len(rows)` x longest of them), `IGNORED` where nothing is predicted.
@@ -123,18 +169,6 @@ def batch_rows(copies: Tensor, batch_size: int, steps: int, seed: int) -> Iterat
         epoch = shuffled.split(batch_size)[:left]
         left -= len(epoch)
         yield from epoch
-
-
-def learning_rate_at(
-    step: int, steps: int, learning_rate: float, schedule: str, warmup: int, final_rate: float = 0.0
-) -> float:
-    """The rate of update `step` (from 0): linear warm-up, then constant, or half a cosine down to `final_rate`."""
-    if step < warmup:
-        return learning_rate * (step + 1) / warmup
-    if schedule == "constant":
-        return learning_rate
-    share = 0.5 * (1.0 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
-    return final_rate + (learning_rate - final_rate) * share
 
 
 def mean_nll(logits: Tensor, labels: Tensor) -> Tensor:
@@ -202,27 +236,27 @@ def fine_tune(
             finite to begin with, or a checkpoint of another run.
         FloatingPointError: as soon as a loss is not finite, before it reaches the weights; snapshots stay usable.
     """
-    _checks.choice("schedule", schedule, SCHEDULES)
-    _checks.integer("batch_size", batch_size, 1)
-    _checks.integer("epochs", epochs, 1)
-    _checks.integer("warmup", warmup)
+    settings = Hyperparameters(
+        epochs=epochs,
+        max_steps=max_steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        schedule=schedule,
+        warmup=warmup,
+        final_rate=final_rate,
+        weight_decay=weight_decay,
+        betas=betas,
+        max_grad_norm=max_grad_norm,
+    )
     _checks.integer("seed", seed)
-    _checks.finite("learning_rate", learning_rate, 0.0, low_open=True)
-    _checks.finite("weight_decay", weight_decay, 0.0)
-    _checks.real("final_rate", final_rate, 0.0, learning_rate)
-    for beta in betas:
-        _checks.real("betas", beta, 0.0, 1.0, high_open=True)
-    if max_grad_norm is not None:
-        _checks.finite("max_grad_norm", max_grad_norm, 0.0, low_open=True)
     data = documents(blocks, planted, copies, model.config.vocab_size)
-    _check_context(model, data)
-    steps_per_epoch = -(-int(data.copies.sum()) // batch_size)
-    steps = epochs * steps_per_epoch if max_steps is None else _checks.integer("max_steps", max_steps, 1)
+    check_context(model, data)
+    steps = settings.steps(data.total)
     if device is not None:
         model.to(device)
     device = next(model.parameters()).device
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    _check_finite_weights(parameters)
+    check_finite_weights(parameters)
     optimizer = torch.optim.AdamW(
         parameters.values(), lr=learning_rate, betas=tuple(betas), weight_decay=weight_decay, fused=True
     )
@@ -230,21 +264,15 @@ def fine_tune(
     losses = np.zeros(steps)
     snapshots, start, earlier_seconds = None, 0, 0.0
     if checkpoint is not None:
-        settings = {
-            "steps": steps,
-            "batch_size": batch_size,
-            "learning_rate": learning_rate,
-            "schedule": schedule,
-            "warmup": warmup,
-            "final_rate": final_rate,
-            "weight_decay": weight_decay,
+        run = {
+            **{name: value for name, value in asdict(settings).items() if name not in ("epochs", "max_steps")},
             "betas": list(betas),
-            "max_grad_norm": max_grad_norm,
+            "steps": steps,
             "seed": seed,
-            "documents": _digest([data.tokens, data.lengths, data.copies]),
-            "initial model": _digest(parameters.values()),
+            "documents": digest([data.tokens, data.lengths, data.copies]),
+            "initial model": digest(parameters.values()),
         }
-        snapshots = _Snapshots(Path(checkpoint), settings, checkpoint_seconds, checkpoint_steps)
+        snapshots = Snapshots(Path(checkpoint), run, checkpoint_seconds, checkpoint_steps)
 
     modes = [(module, module.training) for module in model.modules()]
     tokens, began = 0, time.perf_counter()
@@ -255,7 +283,7 @@ def fine_tune(
     ):
         torch.manual_seed(seed)
         if snapshots is not None:
-            start, earlier_seconds = snapshots.restore(parameters, optimizer, losses, device)
+            start, earlier_seconds = snapshots.restore(parameters, optimizer, losses)
             bar.update(start)
             bar.unpause()
         model.train()
@@ -264,30 +292,30 @@ def fine_tune(
                 tokens += int((data.lengths[rows] - 1).sum())
                 if step < start:
                     continue
-                rate = learning_rate_at(step, steps, learning_rate, schedule, warmup, final_rate)
+                rate = settings.rate(step, steps)
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 inputs, labels = data.batch(rows)
                 loss = mean_nll(model(input_ids=inputs.to(device), use_cache=False).logits, labels.to(device))
                 losses[step] = value = loss.item()
                 if not math.isfinite(value):
-                    raise FloatingPointError(_diverged(f"the loss is {value}", step, steps, rate))
+                    raise FloatingPointError(diverged(f"the loss is {value}", step, steps, rate))
                 loss.backward()
                 if max_grad_norm is not None:
                     norm = nn.utils.clip_grad_norm_(parameters.values(), max_grad_norm).item()
                     if not math.isfinite(norm):
-                        raise FloatingPointError(_diverged(f"the gradient's norm is {norm}", step, steps, rate))
+                        raise FloatingPointError(diverged(f"the gradient's norm is {norm}", step, steps, rate))
                 optimizer.step()
                 optimizer.zero_grad()
                 bar.set_postfix_str(f"loss {value:.3f}", refresh=False)
                 bar.update()
                 if snapshots is not None:
                     seconds = earlier_seconds + time.perf_counter() - began
-                    snapshots.after_step(step + 1, steps, parameters, optimizer, losses, device, seconds)
+                    snapshots.after_step(step + 1, steps, parameters, optimizer, losses, seconds)
                 if on_step is not None:
                     on_step(step + 1, value)
-            if not _all_finite(parameters.values()):  # the last update is seen by no later loss
-                raise FloatingPointError(_diverged("the weights are not finite after it", steps - 1, steps, rate))
+            if not all_finite(parameters.values()):  # the last update is seen by no later loss
+                raise FloatingPointError(diverged("the weights are not finite after it", steps - 1, steps, rate))
         finally:
             optimizer.zero_grad()
             for module, mode in modes:
@@ -299,7 +327,7 @@ def fine_tune(
 def perplexity(model: nn.Module, blocks: ArrayLike, batch_size: int = 64) -> float:
     """exp of the mean NLL per predicted token of token blocks (n, length), in evaluation mode (restored after)."""
     data = documents(blocks, None, 1, model.config.vocab_size)
-    _check_context(model, data)
+    check_context(model, data)
     _checks.integer("batch_size", batch_size, 1)
     device, was_training = next(model.parameters()).device, model.training
     total = 0.0
@@ -316,102 +344,25 @@ def perplexity(model: nn.Module, blocks: ArrayLike, batch_size: int = 64) -> flo
     return math.exp(mean) if mean < 709.0 else math.inf
 
 
-def _check_context(model: nn.Module, data: Documents) -> None:
+def check_context(model: nn.Module, data: Documents) -> None:
+    """Raise `ValueError` if a document is longer than the model's context."""
     context = getattr(model.config, "max_position_embeddings", None)
     longest = data.tokens.shape[1]
     if context is not None and longest > context:
         raise ValueError(f"documents must have at most {context} tokens, the model's context, got {longest}")
 
 
-def _all_finite(tensors) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-
-
-def _check_finite_weights(parameters: dict[str, Tensor]) -> None:
+def check_finite_weights(parameters: dict[str, Tensor]) -> None:
+    """Raise `ValueError` naming a parameter that holds NaN or infinity."""
     for name, parameter in parameters.items():
-        if not _all_finite([parameter]):
+        if not all_finite([parameter]):
             raise ValueError(f"model must have finite weights, but {name} holds NaN or infinity: is its file damaged?")
 
 
-def _diverged(what: str, step: int, steps: int, rate: float) -> str:
+def diverged(what: str, step: int, steps: int, rate: float) -> str:
+    """The message of a `FloatingPointError`."""
     return (
         f"training diverged at step {step + 1} of {steps} (learning rate {rate:g}): {what}. The model now holds the "
         f"weights of that moment: discard it, and train again from the start with a lower learning_rate, a warmup "
         f"or max_grad_norm"
     )
-
-
-def _digest(tensors) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-class _Snapshots:
-    """One file that always holds a complete state of the run, or does not exist."""
-
-    def __init__(self, folder: Path, settings: dict, every_seconds: float, every_steps: int | None):
-        self.file, self.settings = folder / CHECKPOINT_FILE, settings
-        self.every_seconds = _checks.real("checkpoint_seconds", every_seconds, 0.0)
-        self.every_steps = None if every_steps is None else _checks.integer("checkpoint_steps", every_steps, 1)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.due = time.perf_counter() + self.every_seconds
-
-    def restore(self, parameters, optimizer, losses, device) -> tuple[int, float]:
-        """Load the snapshot if there is one; returns the updates made and the seconds they took."""
-        if not self.file.exists():
-            return 0, 0.0
-        try:
-            with safe_open(self.file, framework="pt") as stored:
-                state = json.loads(stored.metadata()["state"])
-                tensors = {name: stored.get_tensor(name) for name in stored.keys()}
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            warnings.warn(f"{self.file} is damaged ({error}): training starts from the beginning", stacklevel=3)
-            return 0, 0.0
-        for name, value in self.settings.items():
-            if state["settings"].get(name) != value:
-                raise ValueError(
-                    f"checkpoint must be of this same run, but in {self.file} {name} is "
-                    f"{state['settings'].get(name)!r}, here {value!r}: name another folder, or delete that one"
-                )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[f"model.{name}"])
-                prefix = f"optimizer.{name}."
-                optimizer.state[parameter] = {
-                    key.removeprefix(prefix): value.to(device)
-                    for key, value in tensors.items()
-                    if key.startswith(prefix)
-                }
-        losses[: state["step"]] = tensors["losses"].numpy()
-        torch.set_rng_state(tensors["random.cpu"])
-        if device.type == "cuda" and "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"], device)
-        return state["step"], state["seconds"]
-
-    def after_step(self, step, steps, parameters, optimizer, losses, device, seconds) -> None:
-        """Write a snapshot where one is due; never one with weights that are not finite."""
-        by_steps = self.every_steps is not None and step % self.every_steps == 0
-        if not (by_steps or step == steps or time.perf_counter() >= self.due) or not _all_finite(parameters.values()):
-            return
-        began = time.perf_counter()
-        tensors = {"losses": torch.from_numpy(losses[:step].copy()), "random.cpu": torch.get_rng_state()}
-        if device.type == "cuda":
-            tensors["random.cuda"] = torch.cuda.get_rng_state(device)
-        for name, parameter in parameters.items():
-            tensors[f"model.{name}"] = parameter.detach().contiguous()
-            for key, value in optimizer.state[parameter].items():
-                tensors[f"optimizer.{name}.{key}"] = value.detach().contiguous()
-        state = json.dumps({"step": step, "seconds": seconds, "settings": self.settings})
-        partial = self.file.with_name(f"{self.file.name}.{os.getpid()}.partial")
-        try:
-            save_file(tensors, partial, metadata={"state": state})
-            with open(partial, "rb+") as written:
-                os.fsync(written.fileno())
-            os.replace(partial, self.file)
-        finally:
-            partial.unlink(missing_ok=True)
-        now = time.perf_counter()
-        self.due = now + max(self.every_seconds, 20.0 * (now - began))
