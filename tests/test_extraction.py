@@ -16,7 +16,7 @@ from scipy import stats
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tiny_models import CONTEXT, FAMILIES, VOCABULARY, IdsOnly, device, tiny_model  # noqa: E402
+from tiny_models import CONTEXT, FAMILIES, VOCABULARY, IdsOnly, absolute_model, device, tiny_model  # noqa: E402
 
 from memorization import extraction, priors  # noqa: E402
 
@@ -44,9 +44,9 @@ def slow_greedy(model, ids, length):
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "absolute"])
 def test_greedy_matches_a_loop_without_cache_for_any_batch(family):
-    model = tiny_model(family)
+    model = absolute_model() if family == "absolute" else tiny_model(family)
     expected = np.array([slow_greedy(model, prompt, 6) for prompt in PROMPTS])
     assert len(np.unique(expected)) > 5  # the loop is no fixed point
     for batch_size in (1, 2, 64):

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tiny_models import CONTEXT, FAMILIES, SENTENCES, VOCABULARY, IdsOnly, device, tiny_model, tiny_tokenizer  # noqa: E402
+from tiny_models import (  # noqa: E402
+    CONTEXT,
+    FAMILIES,
+    SENTENCES,
+    VOCABULARY,
+    IdsOnly,
+    absolute_model,
+    device,
+    tiny_model,
+    tiny_tokenizer,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from memorization import scores  # noqa: E402
@@ -56,10 +66,10 @@ def pad(sequences, side, extra=0, filler=0):
 # --- log-probabilities -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "absolute"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_statistics_match_a_slow_loop_on_either_side_of_padding(family, side):
-    model, sequences = tiny_model(family), ragged_ids()
+    model, sequences = absolute_model() if family == "absolute" else tiny_model(family), ragged_ids()
     ids, mask = pad(sequences, side, extra=3, filler=-100)  # padding may hold anything
     outputs = scores.token_statistics(model, ids.to(device()), mask.to(device()))
     alone = scores.token_log_probs(model, ids, mask)
@@ -125,6 +135,9 @@ def test_uniform_rows_are_exact_and_finite():
     np.testing.assert_allclose(log_p, [-math.log(7), -math.log(3), -math.log(7)], rtol=1e-6)
     assert torch.equal(log_p, mean) and not variance.any()
     assert scores.min_k_plus_plus_score(log_p, mean, variance, k=1) == 0.0
+    # Moments from elsewhere may carry float32 noise, which is no evidence.
+    noisy = np.float32(-math.log(7)) * np.array([1 + 1e-7, 1 - 2e-7])
+    assert scores.min_k_plus_plus_score(noisy, np.full(2, -math.log(7)), np.array([1e-14, 3e-14]), k=1) == 0.0
     impossible, mean, variance = scores.logit_statistics(logits[1:2], torch.tensor([5]))
     assert float(impossible) == -math.inf and torch.isfinite(mean).all() and not variance.any()
     assert scores.min_k_plus_plus_score(impossible, mean, variance) == -math.inf

@@ -7,6 +7,8 @@ import functools
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     PreTrainedTokenizerFast,
@@ -49,6 +51,21 @@ def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY, dropout
     else:
         model = Qwen2ForCausalLM(Qwen2Config(num_key_value_heads=2, attention_dropout=dropout, **sizes))
     return model.to(device()).eval()
+
+
+def absolute_model(seed: int = 0):
+    """A GPT-2, whose learned absolute positions show a shift that rotary ones hide."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=CONTEXT,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.15,
+        eos_token_id=0,
+    )
+    return GPT2LMHeadModel(config).to(device()).eval()
 
 
 @functools.cache
