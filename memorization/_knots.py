@@ -187,13 +187,12 @@ def mirror(knots: Knots) -> Knots:
 def from_atoms(p: Array, q: Array) -> Knots:
     """T(P, Q) of finite laws with masses p and q (Neyman–Pearson): outcomes enter the test by decreasing q/p.
 
-    Outcomes of one ratio (up to rounding) are merged; where p = 0 they make F(0).
+    Outcomes of one ratio (up to rounding) are merged; where p = 0 (or no normal float) they make F(0).
     """
-    free = p == 0.0
+    free = p < TINY
     before = float(np.sum(q[free]))
     p, q = p[~free], q[~free]
-    with np.errstate(over="ignore"):  # a subnormal p
-        ratio = q / p
+    ratio = q / p
     order = np.argsort(-ratio, kind="stable")
     p, q, ratio = p[order], q[order], ratio[order]
     starts = np.flatnonzero(np.concatenate([[True], ratio[1:] < ratio[:-1] * (1.0 - SAME)]))

@@ -145,7 +145,8 @@ class PiecewiseLinear(TradeOff):
     """The trade-off function through the knots (`alpha`, `beta`), straight in between.
 
     Args:
-        alpha: levels, strictly increasing from 0 to 1, shape (n,). A knot given twice counts once.
+        alpha: levels, strictly increasing from 0 to 1, shape (n,). A knot given twice counts once, and one that
+            rounding has put above the line through its neighbors not at all.
         beta: f at those levels, nonincreasing, convex, at most 1 − alpha, 0 at the end, shape (n,).
 
     Raises:
@@ -154,7 +155,7 @@ class PiecewiseLinear(TradeOff):
 
     def __init__(self, alpha: ArrayLike, beta: ArrayLike) -> None:
         alpha, beta = _checked(alpha, beta)
-        self._set(_knots.through(Twin.of_floats(alpha), Twin.of_floats(beta)))
+        self._set(_knots.convex(_knots.through(Twin.of_floats(alpha), Twin.of_floats(beta))))
 
     def _set(self, knots: Knots, symmetric: bool | None = None, error: float = 0.0) -> None:
         self._knots = knots
