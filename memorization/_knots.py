@@ -63,6 +63,9 @@ class Twin(NamedTuple):
         """Running sums `before`, `before` + m₀, … of masses totalling 1, added up from the top and from the bottom."""
         value, value_low = _running_sum(np.concatenate([[before], masses]))
         rest, rest_low = (part[::-1] for part in _running_sum(np.concatenate([[0.0], masses[::-1]])))
+        for total, low in ((value, value_low), (rest, rest_low)):
+            low[total >= 1.0] = 0.0  # sums may end an ulp beyond
+            np.minimum(total, 1.0, out=total)
         value[-1], value_low[-1] = 1.0, 0.0
         if before == 0.0:
             rest[0], rest_low[0] = 1.0, 0.0
@@ -128,32 +131,37 @@ def through(alpha: Twin, beta: Twin, slope: Array | None = None) -> Knots:
     Of two knots at one level the later, lower one stays: never optimistic. `slope` gives the segments' steepness where
     it is known better than from differences.
     """
-    kept = np.arange(alpha.value.size)
+    knots = Knots(alpha, beta, np.full(alpha.value.size - 1, np.nan) if slope is None else slope)
     while True:
-        left, right = alpha.take(kept[:-1]), alpha.take(kept[1:])
-        above, below = beta.take(kept[:-1]), beta.take(kept[1:])
+        left, right = knots.alpha.take(slice(-1)), knots.alpha.take(slice(1, None))
+        above, below = knots.beta.take(slice(-1)), knots.beta.take(slice(1, None))
         rise, fall = minus(right, left), minus(above, below)
         near_rise = rise <= SAME * np.minimum(right.value, right.rest)
         near_fall = fall <= SAME * np.minimum(above.value, above.rest)
-        keep = np.append(~((near_rise & near_fall) | (rise <= 0.0)), True)
-        if keep.all():
+        drop = (near_rise & near_fall) | (rise < TINY)
+        if not drop.any():
             break
-        kept = kept[keep]
-    steep = fall / rise
-    if slope is not None:
-        known = np.diff(kept) == 1
-        steep[known] = slope[kept[:-1][known]]
-    return Knots(alpha.take(kept), beta.take(kept), steep)
+        knots = _without(knots, np.append(drop, False))
+        for part, start in zip(knots.alpha, (0.0, 0.0, 1.0, 0.0), strict=True):
+            part[0] = start  # the first knot may have been the one to go
+    return knots._replace(slope=np.where(np.isnan(knots.slope), fall / rise, knots.slope))
 
 
 def convex(knots: Knots) -> Knots:
     """The curve without knots that rounding has put above the line through their neighbors; nowhere higher."""
     while True:
-        keep = np.concatenate([[True], knots.slope[1:] <= knots.slope[:-1], [True]])
-        if keep.all():
+        drop = np.concatenate([[False], knots.slope[1:] > knots.slope[:-1], [False]])
+        if not drop.any():
             return knots
-        keep = np.flatnonzero(keep)
-        knots = through(knots.alpha.take(keep), knots.beta.take(keep))
+        thinned = _without(knots, drop)
+        knots = through(thinned.alpha, thinned.beta, thinned.slope)
+
+
+def _without(knots: Knots, drop: NDArray[np.bool_]) -> Knots:
+    """The curve without some knots; the steepness next to them is left open (NaN)."""
+    kept = np.flatnonzero(~drop)
+    slope = np.where(np.diff(kept) == 1, knots.slope[kept[:-1]], np.nan)
+    return Knots(knots.alpha.take(kept), knots.beta.take(kept), slope)
 
 
 def evaluate(knots: Knots, x: Array, y: Array) -> tuple[Array, Array]:
@@ -177,7 +185,8 @@ def mirror(knots: Knots) -> Knots:
     """f⁻¹(y) = inf{x : f(x) ≤ y}: the knots mirrored in the diagonal; where f(0) < 1, f⁻¹ is 0 from there on."""
     first_zero = int(np.argmax(knots.beta.value == 0.0))
     back = np.arange(first_zero, -1, -1)
-    alpha, beta, slope = knots.beta.take(back), knots.alpha.take(back), 1.0 / knots.slope[:first_zero][::-1]
+    alpha, beta = knots.beta.take(back), knots.alpha.take(back)
+    slope = 1.0 / np.maximum(knots.slope[:first_zero][::-1], TINY)
     if alpha.value[-1] < 1.0:
         end = Twin.of_floats([1.0])
         alpha, beta, slope = joined(alpha, end), joined(beta, end.flip()), np.append(slope, 0.0)
@@ -197,7 +206,7 @@ def from_atoms(p: Array, q: Array) -> Knots:
     p, q, ratio = p[order], q[order], ratio[order]
     starts = np.flatnonzero(np.concatenate([[True], ratio[1:] < ratio[:-1] * (1.0 - SAME)]))
     p, q = np.add.reduceat(p, starts), np.add.reduceat(q, starts)
-    return through(Twin.of_masses(p), Twin.of_masses(q, before).flip(), q / p)
+    return convex(through(Twin.of_masses(p), Twin.of_masses(q, before).flip(), q / p))
 
 
 def product(f: Knots, g: Knots) -> Knots:

@@ -47,6 +47,10 @@ class TradeOff(ABC):
     def _pair(self, x: Array, y: Array) -> tuple[Array, Array]:
         """(F(x), f(x)) from x and y = 1 − x, all four accurate relative to themselves."""
 
+    def _inverse_pair(self, x: Array, y: Array) -> tuple[Array, Array]:
+        """The same for f⁻¹."""
+        return self._pair(x, y)
+
     @abstractmethod
     def _finite(self) -> PiecewiseLinear:
         """The curve itself if it is piecewise linear, otherwise a piecewise-linear one at or below it."""
@@ -107,7 +111,7 @@ class TradeOff(ABC):
         least = float(self.power(0.0))
         if np.any(tau < least):
             raise ValueError(f"tau must lie in [F(0), 1] = [{least!r}, 1] (below, no level is safe), got {tau.min()!r}")
-        level = self.inverse()._pair(1.0 - tau, tau)[1]
+        level = self._inverse_pair(1.0 - tau, tau)[1]
         return _like(np.where(tau == 1.0, 1.0, level))
 
     @abstractmethod
@@ -196,6 +200,10 @@ class PiecewiseLinear(TradeOff):
 
     def _pair(self, x: Array, y: Array) -> tuple[Array, Array]:
         return _knots.evaluate(self._knots, x, y)
+
+    def _inverse_pair(self, x: Array, y: Array) -> tuple[Array, Array]:
+        # not through `symmetric`, which is looked up with a tolerance that the smallest levels would not survive
+        return _knots.evaluate(_knots.mirror(self._knots), x, y)
 
     def _finite(self) -> PiecewiseLinear:
         return self
@@ -291,11 +299,12 @@ def _composed(f: PiecewiseLinear, g: PiecewiseLinear) -> PiecewiseLinear:
 
 
 def _looks_symmetric(knots: Knots) -> bool:
-    """Whether f = f⁻¹ up to rounding; by convexity it is enough that both agree at the knots of f⁻¹."""
-    until = slice(int(np.argmax(knots.beta.value == 0.0)) + 1)
-    beta = knots.beta.take(until)
-    back = _knots.evaluate(knots, beta.value, beta.rest)[1]
-    return bool(np.all(np.abs(back - knots.alpha.value[until]) <= ROUNDING))
+    """Whether f = f⁻¹ up to `ROUNDING` at the knots of both, hence everywhere."""
+    back = _knots.mirror(knots)
+    return all(
+        np.all(np.abs(_knots.evaluate(one, other.alpha.value, other.alpha.rest)[1] - other.beta.value) <= ROUNDING)
+        for one, other in ((knots, back), (back, knots))
+    )
 
 
 def _checked(alpha: ArrayLike, beta: ArrayLike) -> tuple[Array, Array]:
