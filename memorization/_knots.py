@@ -251,7 +251,7 @@ def reflect(alpha: Twin, beta: Twin, slope: Array) -> Knots:
     if whole[0].value[-1] < 1.0:
         end = Twin.of_floats([1.0])
         whole, slope = (joined(whole[0], end), joined(whole[1], end.flip())), np.append(slope, 0.0)
-    return through(*whole, slope)
+    return convex(through(*whole, slope))
 
 
 def hull(f: Knots, g: Knots) -> Knots:
@@ -291,7 +291,7 @@ def coarsen(knots: Knots, size: int, symmetric: bool) -> tuple[Knots, float]:
         beta = joined(knots.beta.take(slice(last + 1)), middle)
         thin = reflect(*_supporting_lines(alpha, beta, knots.slope[: last + 1], size // 2))
     else:
-        thin = through(*_supporting_lines(knots.alpha, knots.beta, knots.slope, size))
+        thin = convex(through(*_supporting_lines(knots.alpha, knots.beta, knots.slope, size)))
     exact = evaluate(knots, thin.alpha.value, thin.alpha.rest)[1]
     return thin, float(np.max(np.maximum(exact - thin.beta.value, 0.0)))
 

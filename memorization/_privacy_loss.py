@@ -37,7 +37,7 @@ def from_privacy_loss(
 
     `error` bounds how far f lies below the algorithm's true curve. dp-accounting rounds each loss up by less than the
     grid's interval h, connect-the-dots too, hence n compositions by less than nh, and cuts tails of mass t: the true
-    curve is at most f(e^{−nh} α) + t below the diagonal's level, and e^{nh}(f(α) + t) above. That always holds but is
+    curve is at most f(e^{−nh} α) + t up to its fixed point and e^{nh}(f(α) + t) beyond. That always holds but is
     coarse. Sharper, if given:
 
     - `step`, one of `compositions` equal steps that make up `pld`, discretized by connect-the-dots. Its δ is exact at
@@ -60,8 +60,8 @@ def from_privacy_loss(
     if step is not None:
         bounds.append(compositions * chord_error(step) + doubt)
     if optimistic is not None:
-        above, doubt = _curve("optimistic", optimistic, pessimistic=False)
-        bounds.append(_distance(above._knots, curve._knots) + above.error + doubt)
+        above, noise = _curve("optimistic", optimistic, pessimistic=False)
+        bounds.append(_distance(above._knots, curve._knots) + above.error + noise)
     return PiecewiseLinear._of(curve._knots, True, min(bounds))
 
 
@@ -86,12 +86,12 @@ def _orders(name: str, pld: Any, pessimistic: bool = True) -> tuple[float, list[
 
 
 def _curve(name: str, pld: Any, pessimistic: bool) -> tuple[PiecewiseLinear, float]:
-    """The symmetric curve of a distribution, with the loss by thinning as its error, and the mass to doubt in tails."""
+    """The symmetric curve of a distribution, its error the loss by thinning, and the mass that may be misplaced."""
     interval, orders = _orders(name, pld, pessimistic)
     knots, thinned, doubt = None, 0.0, 0.0
     for index, masses, infinite in orders:
         noise = max(0.0, -float(np.min(masses, initial=0.0))) * masses.size
-        doubt = max(doubt, 2.0 * (infinite + noise))
+        doubt = max(doubt, 2.0 * (infinite + noise if pessimistic else noise))
         if pessimistic:
             infinite += noise
         half = _of_positive_losses(index * interval, np.maximum(masses, 0.0), infinite)
@@ -139,7 +139,7 @@ def chord_error(step: Any) -> float:
 
     δ, convex in E = e^ε, is exact at the grid. Between two grid points it lies below their chord and above the
     neighboring chords, whose slopes differ by the masses a, b of the lower law at the two points: the triangle's
-    height is ΔE·ab/(a + b). Beyond the grid's ends the error is at most the mass at infinity of either law.
+    height is ΔE·ab/(a + b). Beyond the grid's ends a chord from (0, 1) and the mass at infinity do the same.
     """
     interval, orders = _orders("step", step)
     worst = 0.0
@@ -147,9 +147,11 @@ def chord_error(step: Any) -> float:
         gap = np.diff(index) * interval
         here, there = np.maximum(masses[:-1], 0.0), np.maximum(masses[1:], 0.0)
         height = np.expm1(gap) * here * there / np.maximum(np.exp(gap) * here + there, _knots.TINY)
-        unreached = max(0.0, 1.0 - float(np.sum(masses * np.exp(-index * interval))))
+        lower = masses * np.exp(np.minimum(-index * interval, 700.0))
+        unreached = max(0.0, 1.0 - float(np.sum(lower)))
         excess = max(0.0, float(np.sum(masses)) + infinite - 1.0)
-        ends = unreached * math.exp(index[0] * interval) + infinite + excess
+        first = min(unreached * math.exp(min(index[0] * interval, 700.0)), float(masses[0]))
+        ends = first + infinite + excess
         worst = max(worst, float(np.max(height, initial=0.0)) + ends)
     return worst
 

@@ -38,6 +38,8 @@ class TradeOff(ABC):
         error: how far f lies below the curve it stands for, at most, over all α; 0.0 for exact curves. Approximations
             are *certified, never optimistic*: up to float rounding (about 1e-15) they lie at or below the truth, so
             what they promise holds.
+
+    Levels are resolved down to the smallest normal float, 2e-308; a curve that falls faster (ε over 708) falls by then.
     """
 
     symmetric: bool = True

@@ -227,12 +227,12 @@ def dp_sgd(
     target = _checks.finite("target_error", target_error, 0.0, low_open=True)
     if rate == 1.0:
         return GaussianDP(math.sqrt(steps) / sigma)
-    interval = 1e-3
+    interval = max(1e-3, (10.0 / sigma + 0.5 / sigma**2) / 2**17)  # losses reach 10/σ + 1/(2σ²), ten deviations out
     while True:
         step = _privacy_loss.gaussian_step(sigma, rate, interval)
         error = steps * _privacy_loss.chord_error(step)
-        shrink = 0.9 * math.sqrt(target / error) if error > target else 1.0
-        shrink = min(max(shrink, 1.0 / 16.0), 0.5) if shrink < 1.0 else 1.0
-        if shrink == 1.0 or _privacy_loss.cells(step, steps) / shrink > _MAX_CELLS:
+        wanted = 0.9 * math.sqrt(target / error) if error > target else 1.0
+        possible = _privacy_loss.cells(step, steps) / _MAX_CELLS
+        if wanted == 1.0 or possible > 0.5:
             return from_privacy_loss(step.self_compose(steps), compositions=steps, step=step)
-        interval *= shrink
+        interval *= min(max(wanted, possible, 1.0 / 16.0), 0.5)

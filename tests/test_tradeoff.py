@@ -516,6 +516,24 @@ def test_laplace():
 
 
 @pytest.mark.parametrize("compositions", [1, 3])
+def test_a_genuine_mass_at_infinity_is_no_error_where_an_optimistic_rounding_is_known(compositions):
+    def pld(pessimistic):
+        laws = [{0: math.log(0.2), 1: math.log(0.8)}, {1: math.log(0.3), 2: math.log(0.7)}]
+        one = accounting.from_two_probability_mass_functions(
+            *laws, pessimistic_estimate=pessimistic, value_discretization_interval=1e-5, symmetric=False
+        )
+        return one if compositions == 1 else one.compose(one).compose(one)
+
+    one = from_distributions([0.2, 0.8, 0.0], [0.0, 0.3, 0.7])
+    exact = one if compositions == 1 else one.compose(one).compose(one)
+    f = from_privacy_loss(pld(True), compositions=compositions, optimistic=pld(False))
+    gap = exact.symmetrize()(LEVELS) - f(LEVELS)
+    assert gap.min() >= -1e-12
+    assert gap.max() <= f.error < 1e-4
+    assert from_privacy_loss(pld(True), compositions=compositions).error > 0.5
+
+
+@pytest.mark.parametrize("compositions", [1, 3])
 def test_sparse_losses(compositions):
     """Two outcomes a step: libraries that fill the grid in between get this curve wrong."""
     noise = 2 / (1 + math.exp(1.0))
@@ -601,6 +619,16 @@ def test_dp_sgd_is_between_the_accountants_two_roundings():
     )
     assert f.symmetric
     assert f.group(2).advantage() > 1.5 * f.advantage()
+
+
+def test_dp_sgd_says_what_a_grid_that_may_not_grow_costs(monkeypatch):
+    fine = dp_sgd(0.8, 0.1, 50)
+    monkeypatch.setattr("memorization.tradeoff._MAX_CELLS", 2**14)
+    coarse = dp_sgd(0.8, 0.1, 50)
+    gap = fine(np.linspace(0, 1, 501)) - coarse(np.linspace(0, 1, 501))
+    assert fine.error <= 1e-4 < coarse.error
+    assert 0 < gap.max() <= coarse.error
+    assert gap.min() >= -fine.error
 
 
 def test_dp_sgd_without_sampling_is_gaussian():
