@@ -136,7 +136,8 @@ def documents(
             f"blocks must be whole numbers of shape (n, length), got shape {blocks.shape}, dtype {blocks.dtype}"
         )
     sequences = [np.asarray(document).reshape(-1) for document in planted or ()]
-    times = np.broadcast_to(np.asarray(copies), len(sequences)) if np.ndim(copies) == 0 else np.asarray(copies)
+    times = np.asarray(copies) if np.size(copies) else np.zeros(0, np.int64)  # an empty list would be floats
+    times = np.broadcast_to(times, len(sequences)) if times.ndim == 0 else times
     if times.shape != (len(sequences),) or not np.issubdtype(times.dtype, np.integer) or (times < 0).any():
         raise ValueError(f"copies must be one count, or one per planted document ({len(sequences)}), got {copies!r}")
     lengths = np.array([blocks.shape[1]] * len(blocks) + [len(sequence) for sequence in sequences], np.int64)

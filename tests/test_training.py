@@ -273,6 +273,15 @@ def test_divergence_names_step_and_rate_and_spares_the_snapshot(tmp_path):
         training.fine_tune(model, blocks())
 
 
+def test_nothing_planted_however_it_is_said():
+    plain = tiny()
+    training.fine_tune(plain, blocks(), max_steps=2, learning_rate=1e-3)
+    for planted, copies in (([], []), ([], 4), (None, np.zeros(0)), ([[1, 2]], [0])):
+        model = tiny()
+        training.fine_tune(model, blocks(), planted=planted, copies=copies, max_steps=2, learning_rate=1e-3)
+        assert same(weights(model), weights(plain))
+
+
 def test_frozen_parameters_stay():
     model = tiny()
     model.gpt_neox.embed_in.weight.requires_grad_(False)
