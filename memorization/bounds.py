@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 from . import _checks
+from .piecewise import _like
 from .tradeoff import GaussianDP, PureDP, TradeOff
 
 Array = NDArray[np.float64]
@@ -24,11 +25,6 @@ ADJACENCIES = ("replace-one", "add-remove")
 FUNCTIONALS = ("replace-one", "leave-one-out")
 RUNS = ("independent", "shared")
 _SMALLEST = 1e-300  # atoms and baselines below this are rounded up to it, which only loosens a bound
-
-
-def _like(result: ArrayLike) -> float | Array:
-    """A Python float for a scalar, the array otherwise."""
-    return float(result) if np.ndim(result) == 0 else np.asarray(result)
 
 
 def _finite_epsilon(epsilon: ArrayLike) -> Array:
