@@ -48,7 +48,7 @@ def memorization_cap(
     functional       adjacency     steps                   why
     ===============  ============  ======================  =====================================================
     "replace-one"    replace-one   copies                  one swap a copy
-    "replace-one"    add-remove    2 · copies              a swap is a removal and an addition (SPEC section 1)
+    "replace-one"    add-remove    2 · copies              a swap is a removal and an addition
     "leave-one-out"  add-remove    copies                  one removal a copy (Appendix A.1)
     "leave-one-out"  replace-one   none: `ValueError`      corpora of different sizes are no number of swaps apart
     ===============  ============  ======================  =====================================================
@@ -150,7 +150,7 @@ def entropy_threshold(f: TradeOff, m: int, tau: ArrayLike) -> float | Array:
 
 
 def replace_extraction_bound(epsilon: ArrayLike, kappa: ArrayLike) -> float | Array:
-    """e^ε κ/(1 − κ + e^ε κ), the boundary under ε-DP for replace-one neighbors (SPEC 10.2: beyond the paper).
+    """e^ε κ/(1 − κ + e^ε κ), the boundary under ε-DP for replace-one neighbors (beyond the paper).
 
     The odds of the baseline times e^ε. It holds for every prior and list budget, is attained on uniform priors by
     `mechanisms.subset_selection`, and lies below F_ε(κ). Arguments broadcast.
@@ -160,7 +160,7 @@ def replace_extraction_bound(epsilon: ArrayLike, kappa: ArrayLike) -> float | Ar
 
 
 def replace_threshold(epsilon: ArrayLike, tau: ArrayLike) -> float | Array:
-    """τ/(τ + e^ε(1 − τ)), the largest baseline that replace-one ε-DP keeps at or below `tau` (SPEC 10.2).
+    """τ/(τ + e^ε(1 − τ)), the largest baseline that replace-one ε-DP keeps at or below `tau` (beyond the paper).
 
     It answers Remark 5.4 for pure DP and lies inside the paper's bracket, from α* at ε to α* at ε/2.
     """
@@ -203,7 +203,7 @@ def extraction_frontier(
     rest: float = 0.0,
     atom_cap: float | None = None,
 ) -> ExtractionFrontier:
-    """The greatest extraction success over all f-DP algorithms and protocols (SPEC 10.1 and 10.3: beyond the paper).
+    """The greatest extraction success over all f-DP algorithms and protocols (beyond the paper).
 
     max Σ_z π_z F^{∘copies}(q_z) subject to 0 ≤ q_z ≤ 1 and Σ_z q_z = m, for add/remove neighbors. At most F(κ), with
     equality on uniform priors, so an audit that compares its success rate with this loses no power.
@@ -317,7 +317,7 @@ def refuted_epsilon(
     runs: str = "independent",
     adjacency: str = "add-remove",
 ) -> float:
-    """The largest ε that an extraction audit refutes at the given confidence (Corollary 5.3 as a test; SPEC 10.5).
+    """The largest ε that an extraction audit refutes at the given confidence (Corollary 5.3 as a test, beyond the paper).
 
     Under ε-DP the number of successes is stochastically at most a sum of independent coins, canary i with chance
     b_i(ε). ε is refuted if that sum reaches the observed number with probability at most 1 − `confidence`; this
@@ -327,7 +327,7 @@ def refuted_epsilon(
     runs           adjacency     b(ε)                                 why
     =============  ============  ===================================  ==========================================
     "independent"  add-remove    F_ε(κ)                               Theorem 5.1(i), run by run
-    "independent"  replace-one   κ with its odds times e^ε            SPEC 10.2, below F_ε(κ)
+    "independent"  replace-one   κ with its odds times e^ε            beyond the paper, below F_ε(κ)
     "shared"       replace-one   κ with its odds times e^ε            given the model and the other secrets, the
                                                                       posterior odds move by at most e^ε
     "shared"       add-remove    κ with its odds times e^{2ε}         a swap of secrets is two steps

@@ -226,7 +226,7 @@ class SubsetMechanism:
         inclusion: (L+1, N) chance of z being listed when z drives at level j.
         exclusion: (L+1, N) one minus `inclusion`, computed without cancellation.
         rule: "single": z drives, at level 1, if it is the only document with prefix c (Lemma 5.2). "margin": z drives
-            at level min(n_z − Σ_{z' ≠ z} n_{z'}, L) if that is positive (SPEC 10.3, beyond the paper).
+            at level min(n_z − Σ_{z' ≠ z} n_{z'}, L) if that is positive (beyond the paper).
     """
 
     base: UniformSubsets | SystematicSubsets
@@ -346,7 +346,7 @@ def subset_release(f: TradeOff, N: int, m: int, copies: int | None = None) -> Su
         m: list budget, 1 ≤ m < N.
         copies: None for the paper's rule (a secret drives only when its document is the only one with prefix c).
             A number k drives the gadget by the strict majority's margin up to k instead, which is still f-DP and
-            attains F^{∘k}(m/N) with k copies planted (SPEC 10.3, beyond the paper).
+            attains F^{∘k}(m/N) with k copies planted (beyond the paper).
     """
     return _levels(f, _support(N, m), copies)
 
@@ -355,7 +355,7 @@ def subset_selection(epsilon: float, N: int, m: int) -> SubsetMechanism:
     """Subset selection (Ye and Barg): P_z(C) ∝ e^{ε·1[z ∈ C]}, Q uniform; ε-DP under replace-one and add/remove.
 
     Lists z with probability e^ε κ/(1 − κ + e^ε κ), κ = m/N, the most any ε-DP algorithm can under replace-one
-    (SPEC 10.2, beyond the paper).
+    (beyond the paper).
     """
     epsilon, base = _checks.finite("epsilon", epsilon, 0.0), _support(N, m)
     logit = epsilon + math.log(m) - math.log(N - m)
@@ -368,7 +368,7 @@ def frontier_release(f: TradeOff, inclusion: ArrayLike, copies: int | None = Non
 
     Lists the planted z with probability F(q_z), so Ext = Σ π_z F(q_z). With q from
     `bounds.extraction_frontier(f, prior, m).inclusion` that is the largest value any f-DP algorithm allows
-    (SPEC 10.1, beyond the paper).
+    (beyond the paper).
 
     Args:
         f: symmetric trade-off function.

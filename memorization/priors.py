@@ -124,7 +124,7 @@ def certify_baseline(
     max_frontier: int = 1_000_000,
     temperature: float = 1.0,
 ) -> BaselineCertificate:
-    """Enclose kappa(m) of an autoregressive prior over strings of one fixed length (Appendix F; SPEC section 9).
+    """Enclose kappa(m) of an autoregressive prior over strings of one fixed length (Appendix F).
 
     A prefix is at least as probable as each of its extensions, so the most probable unexplored prefix bounds every
     string not yet seen. The search keeps the m best complete strings and a frontier of unexpanded prefixes, and is

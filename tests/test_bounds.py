@@ -153,7 +153,7 @@ def test_frontier_with_copies_is_the_largest_extraction_over_chains_of_neighbors
 
 
 def test_program_over_margins_shows_that_several_secrets_in_one_corpus_cost_nothing():
-    """SPEC 10.3 on the full graph of corpora with up to two documents of each secret, not only on chains."""
+    """Beyond the paper on the full graph of corpora with up to two documents of each secret, not only on chains."""
     corpora = list(product(range(3), repeat=3))
     value = np.zeros((27, 3))
     for z, mass in enumerate((0.5, 0.3, 0.2)):
@@ -239,7 +239,7 @@ def neyman_pearson(p, q):
 )
 @pytest.mark.parametrize(("prior", "m"), [((0.5, 0.3, 0.2), 1), ((0.45, 0.3, 0.15, 0.1), 2), ((0.9, 0.06, 0.04), 1)])
 def test_a_private_mechanism_attains_the_frontier(f, prior, m):
-    """SPEC 10.1's construction from any law Q with the optimal marginals; the law comes from a feasibility program."""
+    """The frontier's construction from any law Q with the optimal marginals; the law comes from a feasibility program."""
     found, sets, secrets = extraction_frontier(f, prior, m), lists(len(prior), m), range(len(prior))
     holds = np.array([[z in c for c in sets] for z in secrets], dtype=float)
     matched = optimize.linprog(
@@ -713,7 +713,7 @@ def shared_program(N, canaries, epsilon, needed, adjacency):
 
 
 def test_canaries_that_share_a_model_are_not_independent():
-    """SPEC 10.5: 0.719 at ε = 1 with two canaries, more than F(1/2)² and within the bound for shared runs."""
+    """Beyond the paper: 0.719 at ε = 1 with two canaries, more than F(1/2)² and within the bound for shared runs."""
     both = shared_program(2, 2, 1.0, 2, "add-remove")
     assert both == pytest.approx(0.719, abs=5e-4)
     assert both > extraction_bound(PureDP(1.0), 0.5) ** 2 + 0.05

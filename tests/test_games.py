@@ -140,7 +140,7 @@ def test_leave_one_out_and_replace_one_obey_the_cap(epsilon, n, mass, seed):
 
 
 def test_add_remove_guarantees_cost_two_steps_under_replacement():
-    """SPEC section 1: ε-DP under add/remove, yet replace-one reaches η*_2 > tanh(ε/2); leave-one-out does not."""
+    """Adjacency: ε-DP under add/remove, yet replace-one reaches η*_2 > tanh(ε/2); leave-one-out does not."""
     staircase = mechanisms.bernoulli_staircase(1.0, 2)
 
     def release(datasets, rng):  # climbs with copies of x = 0, falls with copies of 1: one document, one step

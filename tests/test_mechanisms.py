@@ -397,7 +397,7 @@ def test_driver_by_counting(datasets, copies):
 @curves
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_margin_gadget_reaches_the_group_bound(f, k):
-    """SPEC 10.3: k copies planted give F^{∘k}(κ); further copies give no more."""
+    """Beyond the paper: k copies planted give F^{∘k}(κ); further copies give no more."""
     gadget = mechanisms.subset_release(f, 7, 2, copies=k)
     expected = 2 / 7
     for _ in range(k):
@@ -492,7 +492,7 @@ def best_extraction(prior, m, epsilon, adjacency):
 @pytest.mark.parametrize("prior", [[0.25] * 4, [0.6, 0.2, 0.15, 0.05], [0.9, 0.06, 0.04, 0.0], [0.4, 0.3, 0.3, 0.0]])
 @pytest.mark.parametrize("m", [1, 2, 3])
 def test_frontier_release_attains_the_linear_program(prior, m):
-    """SPEC 10.1: water-filled marginals plus systematic sampling meet the exact optimum over all algorithms."""
+    """Beyond the paper: water-filled marginals plus systematic sampling meet the exact optimum over all algorithms."""
     f = PureDP(0.9)
     q = bounds.extraction_frontier(f, prior, m).inclusion
     mechanism = mechanisms.frontier_release(f, q)
