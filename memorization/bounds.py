@@ -317,7 +317,7 @@ def refuted_epsilon(
     runs: str = "independent",
     adjacency: str = "add-remove",
 ) -> float:
-    """The largest ε that an extraction audit refutes at the given confidence (Corollary 5.3 as a test, beyond the paper).
+    """The largest ε that an extraction audit refutes: Corollary 5.3 as a test (beyond the paper).
 
     Under ε-DP the number of successes is stochastically at most a sum of independent coins, canary i with chance
     b_i(ε). ε is refuted if that sum reaches the observed number with probability at most 1 − `confidence`; this

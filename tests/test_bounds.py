@@ -239,7 +239,7 @@ def neyman_pearson(p, q):
 )
 @pytest.mark.parametrize(("prior", "m"), [((0.5, 0.3, 0.2), 1), ((0.45, 0.3, 0.15, 0.1), 2), ((0.9, 0.06, 0.04), 1)])
 def test_a_private_mechanism_attains_the_frontier(f, prior, m):
-    """The frontier's construction from any law Q with the optimal marginals; the law comes from a feasibility program."""
+    """Any law Q with the optimal marginals will do; this one comes from a feasibility program."""
     found, sets, secrets = extraction_frontier(f, prior, m), lists(len(prior), m), range(len(prior))
     holds = np.array([[z in c for c in sets] for z in secrets], dtype=float)
     matched = optimize.linprog(
