@@ -291,7 +291,7 @@ def measurements() -> dict[str, Measurement]:
 class Table:
     """Claims beside measurements; a notebook shows it as HTML, a terminal as text. Rows are plain dictionaries."""
 
-    columns = ("where", "claim", "paper", "here", "interval", "status", "note")
+    columns = ("status", "where", "claim", "paper", "here", "interval", "note")
 
     def __init__(self, rows: list[dict[str, str]]) -> None:
         """Hold `rows`, each with the keys of `columns` and an `id`."""
