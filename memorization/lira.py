@@ -14,6 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import ndtr
 
 from . import _checks
+from .shadows import Shadows, train_shadows
+
+__all__ = ["Shadows", "lira_scores", "logit_statistic", "loss_statistic", "train_shadows"]
 
 # Deviations below this (in units of the statistic) are read as this: shadows that agree to the last bit say no more.
 DEVIATION_FLOOR = 1e-6

@@ -32,9 +32,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging
 
-from . import _checks, _stacking, training
+from . import _checks, _stacking, models, training
 
 METHODS = ("auto", "processes", "stacked", "sequential")
 STACKABLE = 50_000_000  # parameters of one model: beyond, one alone keeps a GPU busy
@@ -251,7 +250,8 @@ def _train_one(model: nn.Module, s: int, task: _Task) -> tuple[NDArray[np.float6
 def _finish(model: nn.Module, s: int, task: _Task) -> NDArray[np.float64]:
     """Save shadow s if asked to, and take its statistic."""
     if task.keep is not None:
-        model.save_pretrained(Path(task.keep) / f"shadow-{s:02d}")
+        with models._quiet():
+            model.save_pretrained(Path(task.keep) / f"shadow-{s:02d}")
     model.eval()
     values = np.asarray(task.statistic(model), dtype=np.float64)
     if values.shape != (len(task.targets),):
@@ -313,7 +313,8 @@ class _Saved:
     def __init__(self, model: nn.Module, folder: Path) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a transformers model when method is 'processes', got {type(model)}")
-        model.save_pretrained(folder)
+        with models._quiet():
+            model.save_pretrained(folder)
         self.folder, self.dtype = str(folder), str(model.dtype).removeprefix("torch.")
         self.attention = model.config._attn_implementation
 
@@ -327,9 +328,9 @@ def _work(saved: _Saved, s: int, task: _Task) -> tuple[int, NDArray[np.float64],
     """Train shadow s in this process, on one thread."""
     torch.set_num_threads(1)
     _keep_freed_memory()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return s, *_train_one(saved.load(), s, task)
+    with models._quiet():
+        model = saved.load()
+    return s, *_train_one(model, s, task)
 
 
 def _keep_freed_memory() -> None:

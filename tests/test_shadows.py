@@ -145,7 +145,7 @@ def test_statistics_separate_members_and_feed_lira():
     """Memorized targets are told from the others: LiRA of one shadow against the rest, for every target."""
     rng = np.random.default_rng(0)
     targets = rng.integers(0, VOCABULARY, (12, 8)).tolist()
-    found = shadows.train_shadows(
+    found = lira.train_shadows(
         tiny(), blocks(40), targets, n_shadows=8, copies=6, method="sequential", epochs=4, learning_rate=1e-2, seed=2
     )
     assert np.array_equal(np.isnan(found.in_stats), ~found.members)
