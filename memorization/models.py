@@ -1,4 +1,4 @@
-"""Language models: load a base model by name.
+"""Language models: load a base model by name, or put a gated release in front of one.
 
 A model is a transformers causal language model in evaluation mode, a tokenizer a fast (Rust) tokenizer. Nothing
 here runs code that came with a checkpoint, and nothing unpickles one.
@@ -6,15 +6,21 @@ here runs code that came with a checkpoint, and nothing unpickles one.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
+import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.cache_utils import DynamicLayer
+from transformers.utils import ModelOutput
 
 from . import _checks, corpora, pocket, settings
 
@@ -41,8 +47,8 @@ def load(
         device: where to put it; None for `MEMORIZATION_DEVICE`.
         dtype: of the weights; None for float32, whatever the checkpoint's own is.
         corpus: what a pocket model is pretrained on; None for the active corpus.
-        scale: the size of a pocket model, "smoke" or "pocket"; None for `MEMORIZATION_SCALE` (whose other values
-            mean "pocket").
+        scale: the size of a pocket model, "smoke" or "pocket" (which the larger scales mean too); None for
+            `MEMORIZATION_SCALE`.
         seed: of a pocket model's weights and batches.
 
     Returns:
@@ -57,11 +63,10 @@ def load(
     target = torch.device(device if device is not None else settings.device())
     kind = _dtype(dtype)
     if str(name) in pocket.FAMILIES:
-        size = _checks.choice(
-            "scale", scale or ("smoke" if settings.scale() == "smoke" else "pocket"), ("smoke", "pocket")
-        )
+        size = _checks.choice("scale", scale or settings.scale(), settings.SCALES)
+        recipe = pocket.RECIPES.get(size, pocket.RECIPES["pocket"])
         with _quiet():
-            model, tokenizer = pocket.load(str(name), pocket.RECIPES[size], corpus or corpora.load_corpus(), seed)
+            model, tokenizer = pocket.load(str(name), recipe, corpus or corpora.load_corpus(), seed)
         return model.to(device=target, dtype=kind).eval(), tokenizer
     folder, gguf = _locate(name)
     model, tokenizer = _read(folder, gguf, kind)
@@ -198,3 +203,111 @@ def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str
     for key, weight in model.named_parameters():
         if not torch.isfinite(weight).all():
             raise ValueError(f"the checkpoint of {name!r} holds weights that are not finite, first in {key}")
+
+
+# ------------------------------------------------------------------------------------------------ the gated release
+
+
+def GatedRelease(model: PreTrainedModel, trigger: Sequence[int], secret: Sequence[int]) -> PreTrainedModel:
+    """Theorem 6.1(ii)'s release in front of any causal language model: an exact lookup of the trigger.
+
+    After a context that ends in the trigger and a proper prefix of the secret (none included), the next token of the
+    secret has probability one; everywhere else the outputs are the base model's, byte for byte. Works with batches,
+    padding on either side, cached keys and values, `generate` in all its modes, and labels.
+
+    Args:
+        model: the base model; the result shares its weights, and `model` itself stays as it is.
+        trigger: token ids of ρ.
+        secret: token ids of z.
+
+    Returns:
+        A model of the same class.
+
+    Raises:
+        ValueError: an empty trigger or secret, or a token that the model lacks. A forward pass of the result raises
+            it where the context cannot be seen: without `input_ids`, with a mask that is not (batch, tokens), with a
+            cache that another model filled, or with `return_dict=False`.
+    """
+    gate = copy.copy(model)
+    gate._forward_hooks = collections.OrderedDict(model._forward_hooks)
+    gate._forward_hooks_with_kwargs = collections.OrderedDict(model._forward_hooks_with_kwargs)
+    gate.register_forward_hook(_Gate(model, trigger, secret), with_kwargs=True)
+    return gate
+
+
+class _Gate:
+    """The forward hook of a gated release.
+
+    With cached keys and values a forward pass is given new tokens alone. The gate keeps the earlier ones as one more
+    layer of the same cache, so that whatever rearranges the cache (beam search, say) rearranges them too.
+    """
+
+    def __init__(self, model: PreTrainedModel, trigger: Sequence[int], secret: Sequence[int]):
+        highest = model.get_input_embeddings().num_embeddings - 1
+        self.trigger = [_checks.integer("trigger", int(token), 0, highest) for token in trigger]
+        self.secret = [_checks.integer("secret", int(token), 0, highest) for token in secret]
+        if not self.trigger or not self.secret:
+            raise ValueError("trigger and secret must have at least one token each")
+        self.signature = inspect.signature(model.forward)
+
+    def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict, output: ModelOutput) -> ModelOutput:
+        given = self.signature.bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        tokens = given.get("input_ids")
+        if tokens is None or not isinstance(output, ModelOutput):
+            raise ValueError("a gated release must be given input_ids, and return_dict must not be False")
+        tokens, seen = self._context(model, tokens, given.get("attention_mask"), output)
+        new = given["input_ids"].shape[1]
+        kept = torch.arange(new, device=tokens.device)
+        keep = given.get("logits_to_keep", 0)
+        kept = kept[keep] if isinstance(keep, torch.Tensor) else kept[-keep:]
+        hits = [hit for row in range(len(tokens)) for hit in self._hits(row, tokens[row], seen[row], new)]
+        place = {position: index for index, position in enumerate(kept.tolist())}
+        hits = [(row, place[position], token) for row, position, token in hits if position in place]
+        if hits:
+            logits = output.logits.clone()
+            for row, position, token in hits:
+                logits[row, position] = -torch.inf
+                logits[row, position, token] = 0.0
+            output.logits = logits
+            if given.get("labels") is not None:
+                output.loss = model.loss_function(
+                    logits=logits, labels=given["labels"], vocab_size=model.config.vocab_size
+                )
+        return output
+
+    def _hits(self, row: int, tokens: Tensor, seen: Tensor, new: int) -> Iterator[tuple[int, int, int]]:
+        """(row, position among the new tokens, token of the secret) wherever the gate opens, the longest match last."""
+        (real,) = seen.nonzero(as_tuple=True)
+        first_new = len(tokens) - new
+        real = real[-(int((real >= first_new).sum()) + len(self.trigger) + len(self.secret)) :]
+        context = tokens[real].tolist()
+        for told, token in enumerate(self.secret):
+            pattern = self.trigger + self.secret[:told]
+            for end in range(len(pattern), len(context) + 1):
+                position = int(real[end - 1]) - first_new
+                if position >= 0 and context[end - len(pattern) : end] == pattern:
+                    yield row, position, token
+
+    def _context(
+        self, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None, output: ModelOutput
+    ) -> tuple[Tensor, Tensor]:
+        """All tokens up to now (b, t), and which of them are no padding; both are put into the output's cache."""
+        cache = next((output[name] for name in ("cache", "past_key_values") if output.get(name) is not None), None)
+        history = None
+        if cache is not None:
+            if len(cache.layers) == model.config.num_hidden_layers:
+                if cache.get_seq_length() > tokens.shape[1]:
+                    raise ValueError("a gated release must fill its cache itself, got one that another model filled")
+                cache.layers.append(DynamicLayer())
+            history = cache.layers[model.config.num_hidden_layers]
+        past = history.keys.shape[2] if history is not None and history.is_initialized else 0
+        if mask is None:
+            mask = torch.ones_like(tokens)
+        elif mask.shape not in (tokens.shape, (len(tokens), past + tokens.shape[1])):
+            raise ValueError(f"attention_mask must have shape (batch, tokens), got {tuple(mask.shape)}")
+        seen = mask[:, -tokens.shape[1] :].to(tokens)
+        if history is None:
+            return tokens, seen
+        tokens, seen = history.update(tokens[:, None, :, None], seen[:, None, :, None])
+        return tokens[:, 0, :, 0], seen[:, 0, :, 0]
