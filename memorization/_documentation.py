@@ -28,6 +28,7 @@ _PROSE_DIRECTIVE = re.compile(
 )
 _ROLE = re.compile(r":[a-z:]{1,20}:`~?([^`<]+?)(?:\s*<[^`>]*>)?`")
 _CITATION = re.compile(r"\s*\[\w{1,12}\]_")
+_TEXTLESS = frozenset({ast.Name, ast.Load, ast.Store})
 _NOT_A_LETTER = re.compile(r"[^A-Za-z ]+")
 _BULLET = re.compile(r"^\s*(?:[-*+•]|\d+[.)]|\(\w\))\s+")
 
@@ -103,6 +104,21 @@ def _is_prose(text: str) -> bool:
     return len(text) >= SHORTEST_PARAGRAPH and letters >= LEAST_LETTERS * len(text) and text.count(" ") >= 5
 
 
+def _in_order(tree: ast.AST) -> list[ast.AST]:
+    """The nodes of a tree as one reads them, leaves that hold no text left out (`ast.walk` takes twice as long)."""
+    nodes, waiting = [], [tree]
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        for field in reversed(node._fields):
+            value = getattr(node, field, None)
+            if type(value) is list:
+                waiting.extend(part for part in reversed(value) if isinstance(part, ast.AST))
+            elif isinstance(value, ast.AST) and type(value) not in _TEXTLESS:
+                waiting.append(value)
+    return nodes
+
+
 def _docstrings(nodes: list[ast.AST]) -> Iterator[str]:
     """Docstrings of a module, its classes and functions, and long strings handed to `add_newdoc` and its like."""
     for node in nodes:
@@ -137,7 +153,7 @@ def _texts(name: str, path: Path) -> list[list[str]]:
         source = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in others' docstrings
-            nodes = list(ast.walk(ast.parse(source)))
+            nodes = _in_order(ast.parse(source))
     except (SyntaxError, ValueError, OSError):
         return []
     if name == "python/pydoc_data/topics.py":

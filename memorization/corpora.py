@@ -32,7 +32,7 @@ HUB_DATASET = "Salesforce/wikitext"
 HUB_CONFIGURATION = "wikitext-2-raw-v1"
 HUB_DEADLINE = 5.0  # seconds, name resolution included
 
-_HEADING = re.compile(r"^ = [^=].*[^=] = \s*$", re.MULTILINE)
+_HEADING = re.compile(r"^ = [^=\n].*[^=\n] =[ \t]*$", re.MULTILINE)
 _log = logging.getLogger(__name__)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from filelock import FileLock
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
@@ -75,18 +76,34 @@ def load(
     tokenizer = load_tokenizer(recipe, corpus)
     sizes = json.dumps(dataclasses.asdict(recipe), sort_keys=True)
     entry = _entry(family, sizes, corpus.sha256, corpora.tokenizer_hash(tokenizer), str(seed))
-    if not _store.verified(entry):
-        model = build(family, recipe, tokenizer, seed)
-        record = pretrain(model, corpora.tokenize_blocks(corpus, tokenizer).pretraining, recipe, seed, label=family)
+    with _one_at_a_time(entry):
+        if not _store.verified(entry):
+            model = build(family, recipe, tokenizer, seed)
+            record = pretrain(model, corpora.tokenize_blocks(corpus, tokenizer).pretraining, recipe, seed, label=family)
 
-        def fill(folder: Path) -> None:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            def fill(folder: Path) -> None:
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
 
-        note = {"family": family, "recipe": sizes, "corpus": corpus.sha256, "seed": seed, "seconds": record.seconds}
-        if not _store.write(entry, fill, note):
-            return model.eval(), tokenizer
+            note = {"family": family, "recipe": sizes, "corpus": corpus.sha256, "seed": seed, "seconds": record.seconds}
+            if not _store.write(entry, fill, note):
+                return model.eval(), tokenizer
     return _CLASSES[family].from_pretrained(entry, use_safetensors=True, local_files_only=True).eval(), tokenizer
+
+
+@contextmanager
+def _one_at_a_time(entry: Path) -> Iterator[None]:
+    """Have processes that want the same model wait for the first of them, rather than all pretrain it."""
+    lock = FileLock(entry.parent / f".{entry.name}.lock")
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError:  # a read-only cache, or a file system without locks: at worst the work is done twice
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def load_tokenizer(recipe: Recipe, corpus: corpora.Corpus) -> PreTrainedTokenizerFast:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,15 @@ def test_nothing_but_safetensors_and_json_is_kept(corpus, own_cache):
     pocket.load("pocket-qwen2", RECIPE, corpus)
     files = [path for path in (own_cache / "pocket").rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".safetensors"}
+
+
+def test_two_threads_that_want_one_model_pretrain_it_once(corpus, monkeypatch):
+    real, runs = pocket.pretrain, []
+    monkeypatch.setattr(pocket, "pretrain", lambda *given, **named: runs.append(1) or real(*given, **named))
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(pocket.load, "pocket-neox", RECIPE, corpus) for _ in range(2)]
+        first, second = (load.result()[0] for load in loads)
+    assert len(runs) == 1 and same_weights(first, second)
 
 
 def test_load_gives_the_scale_that_is_asked_for(corpus, monkeypatch):
