@@ -188,7 +188,17 @@ def _read(folder: Path, gguf: str | None, dtype: torch.dtype) -> tuple[PreTraine
         raise ValueError(f"the tokenizer in {str(folder)!r} must be a fast one, got {type(tokenizer).__name__}")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if gguf:
+        _forget_quantization(model)
     return model, tokenizer
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """What came from a GGUF file is plain floats by now, which transformers would all the same refuse to save."""
+    model.hf_quantizer, model.is_quantized = None, False
+    for owner, name in ((model, "quantization_method"), (model.config, "quantization_config")):
+        if name in vars(owner):
+            delattr(owner, name)
 
 
 def _check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, name: str) -> None:

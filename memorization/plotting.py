@@ -53,7 +53,10 @@ def figure(columns: int = 1, rows: int = 1, width: float = 6.4, height: float = 
     import matplotlib.pyplot as plt
 
     with plt.rc_context(_STYLE):
-        yield plt.subplots(rows, columns, figsize=(width, height))
+        drawn = plt.subplots(rows, columns, figsize=(width, height))
+        interactive = plt.isinteractive()  # a notebook's backend, loaded by the first figure, has switched it on
+        yield drawn
+    plt.interactive(interactive)  # the context has put it back to what it was, and later figures would stay invisible
 
 
 def paper_points(axes: Axes, x: object, y: object, label: str = "paper", **style: object) -> None:

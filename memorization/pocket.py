@@ -176,7 +176,7 @@ def pretrain(
     model: PreTrainedModel, blocks: NDArray[np.int64], recipe: Recipe, seed: int, label: str
 ) -> training.TrainingRecord:
     """Train in place on blocks of tokens, on the CPU, with as many threads as the recipe says."""
-    with _threads(min(recipe.threads, os.cpu_count() or 1)):
+    with training.threads(min(recipe.threads, os.cpu_count() or 1)):
         return training.fine_tune(
             model,
             blocks,
@@ -192,14 +192,3 @@ def pretrain(
             seed=seed,
             description=f"pretraining {label}",
         )
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """A fixed number of threads: sums are split by thread, so another number gives other last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -137,11 +137,12 @@ def certify_baseline(
     per token four roundings at a magnitude of at most 745 nats (beyond which a probability is 0 in float64) and one
     log-sum cost at most 2^-41 relative, the certificate's `slack` in all. The model's own rounding is not included.
 
-    Memory: 24 bytes a frontier prefix, a tuple per expanded prefix, three arrays of `batch_size` by vocabulary floats.
-    Between batches the frontier holds no more prefixes than the budget can still expand, nor than `max_frontier` (and
-    m more during the beam search). The least probable ones are dropped, their largest and their total mass being
-    remembered, so the interval stays valid. While `max_frontier` is at least `budget` this costs nothing: a prefix is
-    dropped only when better ones suffice to use up the budget. Otherwise it may keep the search from closing.
+    Memory: 24 bytes a frontier prefix, a tuple per expanded prefix, and at worst, when no child can be pruned, 120
+    bytes for each of a batch's children (`batch_size` times vocabulary). Between batches the frontier holds no more
+    prefixes than the budget can still expand, nor than `max_frontier` (and m more during the beam search). The
+    least probable ones are dropped, their largest and their total mass being remembered, so the interval stays
+    valid. While `max_frontier` is at least `budget` this costs nothing: a prefix is dropped only when better ones
+    suffice to use up the budget. Otherwise it may keep the search from closing.
 
     Equally probable strings are interchangeable: which of them end up in `top` may depend on `batch_size`.
 

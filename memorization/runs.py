@@ -23,13 +23,6 @@ import numpy as np
 from . import _checks, _fingerprint, _store, settings
 
 BACKENDS = ("loky", "threading", "dask")
-SWITCHES = (
-    "MEMORIZATION_SCALE",
-    "MEMORIZATION_DEVICE",
-    "MEMORIZATION_CACHE",
-    "MEMORIZATION_DATA",
-    "MEMORIZATION_MODEL",
-)
 ARRAY, TENSOR = "__array__", "__tensor__"  # keys that stand for an array or a tensor in the stored JSON
 
 
@@ -125,7 +118,7 @@ def _results(function: Callable, waiting: dict, note: dict, jobs: int, backend: 
             yield key, _one(function, configuration, entry, note)
         return
     joblib = _joblib(backend)
-    switches = {name: os.environ[name] for name in SWITCHES if name in os.environ}
+    switches = {name: os.environ[name] for name in settings.SWITCHES if name in os.environ}
     with joblib.parallel_config(backend=backend, n_jobs=jobs):
         tasks = (
             joblib.delayed(_elsewhere)(switches, key, function, configuration, entry, note)
@@ -148,7 +141,7 @@ def _joblib(backend: str) -> Any:
 
 def _elsewhere(switches: dict[str, str], key: str, *task: Any) -> tuple[str, Any]:
     """A run in a worker, which may have started under other switches than its caller's."""
-    for name in SWITCHES:
+    for name in settings.SWITCHES:
         if name in switches:
             os.environ[name] = switches[name]
         else:

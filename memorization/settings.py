@@ -17,6 +17,13 @@ from pathlib import Path
 
 from . import _checks
 
+SWITCHES = (
+    "MEMORIZATION_SCALE",
+    "MEMORIZATION_DEVICE",
+    "MEMORIZATION_CACHE",
+    "MEMORIZATION_DATA",
+    "MEMORIZATION_MODEL",
+)
 SCALES = ("smoke", "pocket", "small", "paper")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 

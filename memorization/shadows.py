@@ -325,12 +325,12 @@ class _Saved:
 
 
 def _work(saved: _Saved, s: int, task: _Task) -> tuple[int, NDArray[np.float64], NDArray[np.float64]]:
-    """Train shadow s in this process, on one thread."""
-    torch.set_num_threads(1)
+    """Train shadow s on one thread, in a worker; in the caller's own process where there is one job."""
     _keep_freed_memory()
     with models._quiet():
         model = saved.load()
-    return s, *_train_one(model, s, task)
+    with training.threads(1):
+        return s, *_train_one(model, s, task)
 
 
 def _keep_freed_memory() -> None:

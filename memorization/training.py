@@ -9,7 +9,7 @@ any order; `torch.use_deterministic_algorithms(True)` asks for the ones that do 
 Measured on two cores with a pocket model (4 layers of 128, 2,048 tokens, batches of 8): 45 ms a step on one thread,
 33 ms on two, of which 28 ms are matrix products at 85% of the peak of one core. A second thread therefore helps
 one run a little, while two runs of one thread each finish almost twice as much (`lira.train_shadows` does that).
-The number of threads is the caller's: `torch.set_num_threads`.
+The number of threads is the caller's: `threads`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,11 +28,23 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from . import _checks
+from . import _batches, _checks
 from ._snapshots import Snapshots, all_finite, digest
 
 SCHEDULES = ("constant", "cosine")
 IGNORED = -100  # the label that cross-entropy skips
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch on `count` CPU threads, then on as many as before: sums are split by thread, so another number gives other
+    last bits. Raises ValueError if `count` is no positive integer."""
+    count, before = _checks.integer("count", count, 1), torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -330,17 +343,12 @@ def perplexity(model: nn.Module, blocks: ArrayLike, batch_size: int = 64) -> flo
     data = documents(blocks, None, 1, model.config.vocab_size)
     check_context(model, data)
     _checks.integer("batch_size", batch_size, 1)
-    device, was_training = next(model.parameters()).device, model.training
-    total = 0.0
-    model.eval()
-    try:
-        with torch.inference_mode():
-            for rows in torch.arange(len(data.tokens)).split(batch_size):
-                inputs, labels = data.batch(rows)
-                logits = model(input_ids=inputs.to(device), use_cache=False).logits
-                total += float(mean_nll(logits, labels.to(device))) * len(rows)
-    finally:
-        model.train(was_training)
+    device, total = next(model.parameters()).device, 0.0
+    with _batches.evaluation(model), torch.inference_mode():
+        for rows in torch.arange(len(data.tokens)).split(batch_size):
+            inputs, labels = data.batch(rows)
+            logits = model(input_ids=inputs.to(device), use_cache=False).logits
+            total += float(mean_nll(logits, labels.to(device))) * len(rows)
     mean = total / len(data.tokens)
     return math.exp(mean) if mean < 709.0 else math.inf
 

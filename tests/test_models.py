@@ -303,6 +303,13 @@ def test_a_gguf_file_loads_by_itself_or_by_its_folder(tmp_path):
         model, tokenizer = models.load(name)
         assert tokenizer("the lazy dog")["input_ids"] == ids[0].tolist()
         torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=0, atol=1e-5)
+    model, tokenizer = models.load(tmp_path / "tiny.gguf")
+    model.save_pretrained(
+        tmp_path / "saved"
+    )  # as shadow training does: the file's quantization is no property of these
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again, _ = models.load(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
     (tmp_path / "other.gguf").write_bytes(b"")
     with pytest.raises(ValueError, match=r"other\.gguf, tiny\.gguf"):
         models.load(tmp_path)

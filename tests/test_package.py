@@ -15,7 +15,7 @@ except ModuleNotFoundError:  # Python 3.10
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-THEORY = ["tradeoff", "bounds", "priors", "stats", "mechanisms", "games"]
+THEORY = ["tradeoff", "bounds", "priors", "stats", "mechanisms", "games", "tables", "camouflage", "constructions"]
 
 # Refuses every public module that is neither in the standard library nor named on the command line.
 REFUSE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -333,6 +334,32 @@ def test_dropping_prefixes_that_the_budget_cannot_reach_costs_nothing():
         exact = priors.certify_baseline(law, 4, 4, needed, batch_size=1)
         assert exact.closed and exact.expanded == needed
         assert not priors.certify_baseline(law, 4, 4, needed - 1, batch_size=1).closed
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])  # uniform: no child of a batch can be pruned
+def test_memory_is_bounded_as_stated(exponent):
+    row = np.log(priors.zipf_prior(3000, exponent))[None]
+    tracemalloc.start()
+    certificate = priors.certify_baseline(lambda p: np.broadcast_to(row, (len(p), 3000)), 3, 4, 500)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert certificate.expanded > 64
+    assert peak < 24 * 500 + 200 * certificate.expanded + 120 * 64 * 3000
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_an_open_search_has_certified_what_its_budget_buys(m):
+    """One prefix at a time, every one but the first search's is at least beta heavy, and a level's are disjoint."""
+    rng = np.random.default_rng(m)
+    opened = 0
+    for kind in ("rough", "flat", "uniform", "peaked"):
+        for _ in range(40):
+            length, budget = int(rng.integers(2, 5)), int(rng.integers(14, 200))
+            certificate = priors.certify_baseline(random_law(rng, 7, length, kind), length, m, budget, batch_size=1)
+            if not certificate.closed:
+                opened += 1
+                assert certificate.frontier_mass <= (length - 1) / (budget - 1 - m * (length - 1)) * (1 + 1e-12)
+    assert opened > 20
 
 
 def test_strings_fewer_than_the_list_budget():

@@ -107,6 +107,13 @@ def test_every_method_equals_separate_runs(family, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in base.named_parameters())
 
 
+def test_one_job_leaves_the_callers_threads_as_they_were():
+    """One job runs in this process: its single thread is not to stay (it changed the last bits of what came after)."""
+    with training.threads(2):
+        shadows.train_shadows(tiny(), blocks(), TARGETS, n_shadows=2, seed=9, method="processes", jobs=1, **SETTINGS)
+        assert torch.get_num_threads() == 2
+
+
 def test_shadows_from_scratch_in_processes_and_stacked():
     found = {}
     for method in ("sequential", "processes", "stacked"):

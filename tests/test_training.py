@@ -45,6 +45,21 @@ def blocks(n: int = 20, length: int = 12, seed: int = 1):
     return np.random.default_rng(seed).integers(0, VOCABULARY, (n, length))
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Bits are those of one number of threads (the loop leaves it to its caller), here and in the process it starts."""
+    with training.threads(1):
+        yield
+
+
+def test_threads_are_put_back():
+    with training.threads(2):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 1
+    with pytest.raises(ValueError, match="count"), training.threads(0):
+        pass
+
+
 PLANTED = [[3, 5, 7, 9, 11], [2, 4], list(range(16))]
 
 
@@ -211,7 +226,8 @@ def test_kill_in_the_middle_loses_no_snapshot(tmp_path):
     """A process killed outright, at whatever point it has reached, leaves a file that resumes to the same weights."""
     script = textwrap.dedent(f"""
         import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})
-        from test_training import blocks, tiny, training
+        from test_training import blocks, tiny, torch, training
+        torch.set_num_threads(1)
         training.fine_tune(tiny(), blocks(), epochs=100000, learning_rate=1e-3, checkpoint={str(tmp_path)!r},
                            checkpoint_steps=1, max_steps=2000, on_step=lambda step, loss: print(step, flush=True))
     """)

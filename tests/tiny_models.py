@@ -32,7 +32,14 @@ def device() -> str:
     return settings.device()
 
 
-def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY, dropout: float = 0.0, bos: int | None = None):
+def tiny_model(
+    family: str,
+    seed: int = 0,
+    vocabulary: int = VOCABULARY,
+    dropout: float = 0.0,
+    bos: int | None = None,
+    context: int = CONTEXT,
+):
     """Two layers of 32, weights large enough for a next-token law far from uniform."""
     torch.manual_seed(seed)
     sizes = {
@@ -41,7 +48,7 @@ def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY, dropout
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
-        "max_position_embeddings": CONTEXT,
+        "max_position_embeddings": context,
         "initializer_range": 0.15,
         "bos_token_id": bos,
         "eos_token_id": 0,
